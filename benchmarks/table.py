@@ -124,7 +124,7 @@ def engines_table(results: dict) -> str:
     for x in groups["weights and checkpoints"]:
         for name, row in x["rows"].items():
             mb, time = row["extra_mb"], f"{row['seconds']:.2f}"
-            shares = ["", "", ""] if mb is None else [f"{mb:.0f}", *(f"{mb / x[key]:.2f}" for key in SIZES)]
+            shares = [f"{mb:.0f}", *(f"{mb / x[key]:.2f}" for key in SIZES)]
             lines.append(f"| {' | '.join([name, str(x['world']), time, *shares])} |")
     weights, largest = (groups["weights and checkpoints"][0][key] for key in SIZES)
     lines += [

@@ -45,7 +45,7 @@ def train_steps(rollout, max_staleness):
     requests = [(two, Sampling(TOKENS, seed=(step,))) for step, two in enumerate(prompts)]
     sampler, came = AsyncSampler(rollout, requests, n=GROUP, max_staleness=max_staleness), []
     for samples in sampler:
-        came.append(([s.response_ids for s in samples], sampler.staleness(samples)))
+        came.append(([s.response_ids for s in samples], max(rollout.version - s.version for s in samples)))
         time.sleep(TOKENS * LATENCY)
         sampler.update_weights(iter(WEIGHTS))
     seeds = [[request_seed(how.seed, one) + i for one in two for i in range(GROUP)] for two, how in requests]

@@ -203,9 +203,11 @@ Notes:
   `qk_rope_head_dim` 64). The config must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
 - **Recurrent layers** (gated delta rule, Mamba, short convolutions) carry a state from token to token. In packed rows
   they get each sequence as a row of its own, while all other layers compute the packed row
-  (rlkit/engines/packing/recurrent.py). Answers that share a prompt have its tokens once, except in these layers, which
-  compute the prompt once for each answer. Adapters are not put on `out_proj` and `conv1d` of Mamba layers, whose
-  weights go into a fused kernel on GPUs.
+  (rlkit/engines/packing/recurrent.py). Answers that share a prompt have its tokens once: layers with the gated delta
+  rule hand the prompt's last state on to each answer. Mamba layers and short convolutions compute the prompt once for
+  each answer. On a GPU, `pip install -e '.[linear-attention]'` and `pip install --no-build-isolation causal-conv1d`
+  install the kernels that transformers uses for the gated delta rule. Adapters are not put on `out_proj` and `conv1d`
+  of Mamba layers, whose weights go into a fused kernel on GPUs.
 - **Llama 4.** Chunks of its chunked attention are counted from the start of each packed sequence, and the temperature
   of its layers without RoPE goes by positions, as in single sequences. `--rollout hf` refuses rows padded on the left
   from `floor_scale` (8192) tokens on, where transformers' temperature counts padding; use vLLM there. Routers get no

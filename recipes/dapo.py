@@ -46,10 +46,10 @@ from rlkit.rollout import Sampling
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 150
     prompts_per_draw: int = 48
-    """Prompts to sample at a time (verl's gen_batch_size), until a step has --prompts_per_step of
-    which the answers have differing rewards."""
+    """Prompts per draw (verl's gen_batch_size). Draws repeat until --prompts_per_step prompts have
+    answers with different rewards."""
     max_num_gen_batches: int = 3
-    """Most such draws for one step."""
+    """Maximum number of draws per step."""
     mini_batches: int = 2
     """Mini-batches per batch, split by prompt. Each is one optimizer step."""
     overlong_buffer: int = 2
@@ -92,7 +92,7 @@ def draw_batch(task, draws: int, cfg: Config, sampler, engine):
             rows = step_rows(task.train, draws + draw, cfg.prompts_per_draw, cfg.seed)
             prompts = sampler.encode((draw * cfg.prompts_per_draw + i, row) for i, row in rows)
             sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, draws + draw))
-            drawn = sampler.draw(prompts, sampling, n=cfg.group_size)
+            drawn = sampler.sample(prompts, sampling, n=cfg.group_size)
             answers = answers + drawn if answers else drawn
             batch = collate(answers.judged)
             teaches = torch.zeros((draw + 1) * cfg.prompts_per_draw, dtype=torch.long)
@@ -121,12 +121,12 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("dapo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        updates = cfg.steps * cfg.mini_batches
-        engine = runs.build_engine(cfg, path, processor, updates=updates)
+        optimizer_steps = cfg.steps * cfg.mini_batches
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         state = runs.resume(cfg, run, checkpoints=engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
+    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     if state["step"] == 0:
         evaluate("before")
 

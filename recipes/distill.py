@@ -31,7 +31,6 @@ from typing import Literal
 from rlkit import losses, runs
 from rlkit.data import collate, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
     importance_weights,
@@ -98,14 +97,15 @@ def policy_loss(out, mb, cfg: Config):
 def divergence(logits, teacher, cfg: Config, output_layer):  # [n, V], {name: [n, ...]} -> [n]
     """Divergence from the teacher in place of each of n tokens; the engine calls this in pieces."""
     whole, of_top_k = DIVERGENCES[cfg.loss]
-    mask = logits.new_ones(1, len(logits), dtype=bool)
+    logits = logits[None]  # [1, n, V]: the losses take sequences
+    mask = logits.new_ones(logits.shape[:2], dtype=bool)
     options = {"temperature": cfg.temperature} | ({"beta": cfg.beta} if cfg.loss == "jsd" else {})
     if cfg.teacher_top_k:
         top = teacher["top_logprobs"][None], teacher["top_ids"][None]
-        return of_top_k(logits[None], *top, mask, **options)[0]
-    teacher_logits = output_layer(teacher["hidden"])
-    size = min(logits.shape[1], teacher_logits.shape[1])  # tokens beyond the tokenizer's have -inf
-    return whole(logits[None, :, :size], teacher_logits[None, :, :size], mask, **options)[0]
+        return of_top_k(logits, *top, mask, **options)[0]
+    teacher_logits = output_layer(teacher["hidden"])[None]
+    size = min(logits.shape[2], teacher_logits.shape[2])  # tokens beyond the tokenizer's have -inf
+    return whole(logits[..., :size], teacher_logits[..., :size], mask, **options)[0]
 
 
 def divergence_loss(out, mb, cfg: Config):
@@ -119,15 +119,24 @@ def divergence_loss(out, mb, cfg: Config):
     }
 
 
-def ask_teacher(teacher, rows, batch, cfg: Config):
-    """Add what the loss needs to the batch. An engine is given the batch, servers the samples."""
+def ask_servers(servers, samples, batch, cfg: Config):
+    """Add what the loss needs to the batch of these samples, from servers with the teacher."""
     if cfg.loss == "sampled_token":
-        batch.add(teacher_logprobs=teacher.infer_batch(rows)["logprobs"])
+        batch.add(teacher_logprobs=servers.infer_batch(samples)["logprobs"])
+    else:
+        logprobs, ids = servers.topk_logprobs(samples, cfg.teacher_top_k)
+        batch.add_unpadded(top_logprobs=logprobs, top_ids=ids)
+
+
+def ask_engine(teacher, batch, cfg: Config):
+    """Add what the loss needs to the batch, from an engine with the teacher."""
+    if cfg.loss == "sampled_token":
+        batch.add(teacher_logprobs=teacher.infer_batch(batch)["logprobs"])
     elif cfg.teacher_top_k:
-        logprobs, ids = teacher.topk_logprobs(rows, cfg.teacher_top_k)
+        logprobs, ids = teacher.topk_logprobs(batch, cfg.teacher_top_k)
         batch.add_unpadded(top_logprobs=logprobs, top_ids=ids)
     else:
-        batch.add_unpadded(hidden=teacher.hidden_states(rows))
+        batch.add_unpadded(hidden=teacher.hidden_states(batch))
 
 
 def loss_functions(teacher, cfg: Config):
@@ -151,41 +160,41 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("distill", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        updates = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(cfg, path, processor, updates=updates)
+        optimizer_steps = cfg.steps * cfg.updates_per_batch
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
         teacher = runs.build_teacher(cfg, run, task.train, processor, engine)
         loss_fn, logit_functions = loss_functions(teacher, cfg)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
+    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     if start == 0:
         evaluate("before")
 
-    updates = cfg.updates_per_batch
+    forwards = cfg.updates_per_batch > 1  # for the old log-probabilities
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.answer(prompts, sampling, n=cfg.group_size)
+        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
 
         run.phase("train")
         batch = collate(answers.generated)
         if cfg.teacher_servers:
-            ask_teacher(teacher, answers.generated, batch, cfg)
+            ask_servers(teacher, answers.generated, batch, cfg)
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
-        flops = 0 if cfg.teacher_servers else batch_flops(teacher.config, batch)
+        flops = 0 if cfg.teacher_servers else runs.engine_flops(teacher, batch)
         counts = runs.batch_totals(
-            cfg, engine, batch, updates=updates, forwards=updates > 1, flops=flops
+            cfg, engine, batch, updates=cfg.updates_per_batch, forwards=forwards, flops=flops
         )
         if not counts["tokens"]:
             run.stop("none of its rows can be asked about; see the log")
         if not cfg.teacher_servers:
-            ask_teacher(teacher, batch, batch, cfg)
-        if updates > 1:
+            ask_engine(teacher, batch, cfg)
+        if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        for _ in range(updates):
+        for _ in range(cfg.updates_per_batch):
             metrics = engine.train_batch(
                 batch, loss_fn, outputs=("logprobs", "entropy"), logit_functions=logit_functions
             )

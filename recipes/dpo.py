@@ -123,7 +123,7 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("dpo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = None
         if "ref_chosen" in signature(loss).parameters:
             reference = runs.build_reference(cfg, path, processor, engine)
@@ -139,9 +139,12 @@ def main(cfg: Config) -> None:
         """Loss and preference accuracy on the held-out pairs, and accuracy of greedy answers."""
         run.phase("evaluate")
         out = engine.infer_batch(heldout_batch)
-        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
-        found = {"heldout_loss": found["loss"], "preference_accuracy": found["preference/accuracy"]}
-        return sampler.evaluate(heldout, when, **found)
+        metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        measured = {
+            "heldout_loss": metrics["loss"],
+            "preference_accuracy": metrics["preference/accuracy"],
+        }
+        return runs.evaluate_heldout(sampler, heldout, when, **measured)
 
     if start == 0:
         evaluate("before")

@@ -19,11 +19,8 @@ How it differs from the paper:
 - Samples depend on (seed, row, number of the sample) only, not on restarts or the number of ranks.
 """
 
-import json
 import math
 from dataclasses import dataclass, replace
-
-import torch.distributed as dist
 
 from rlkit import runs
 from rlkit.rollout import Sampling
@@ -45,7 +42,7 @@ class Config(
     rows: int = 0
     """Use only this many held-out rows of each task, the first ones. 0: all."""
     prompts_per_step: int = 64
-    """Rows per batch, over all ranks."""
+    """Rows per batch, summed over all ranks."""
 
 
 def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
@@ -60,31 +57,31 @@ def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
             values[f"pass@{k}"] = [
                 runs.pass_at_k(len(rewards), c, k) for rewards, c in zip(enough, right, strict=True)
             ]
-    found = {}
-    for name, of_rows in values.items():
-        found[name], found[f"{name}_error"] = runs.mean_and_error(of_rows)
+    figures = {}
+    for name, values_of_rows in values.items():
+        figures[name], figures[f"{name}_error"] = runs.mean_and_error(values_of_rows)
     unjudged = sum(r is None for answer in answers for r in [answer["reward"], *answer["rewards"]])
-    return {**found, "rows": len(answers), "unjudged": unjudged}
+    return {**figures, "rows": len(answers), "unjudged": unjudged}
 
 
 def table(tasks: dict[str, dict[str, float]]) -> str:
     """A line for each task: each figure with its 95 % confidence interval, and counts."""
     lines = []
-    for task, found in tasks.items():
-        figures = runs.with_intervals(found, found["rows"])
-        figures |= {name: f"{found[name]:.4g}" for name in figures if f"{name}_error" not in found}
-        lines.append(f"{task}: {', '.join(f'{name} {text}' for name, text in figures.items())}")
+    for task, figures in tasks.items():
+        texts = runs.with_intervals(figures, figures["rows"])
+        texts |= {name: f"{figures[name]:.4g}" for name in texts if f"{name}_error" not in figures}
+        lines.append(f"{task}: {', '.join(f'{name} {text}' for name, text in texts.items())}")
     return "\n".join(lines)
 
 
 def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
     """This rank's answers to its share of some rows, as JSON objects, and what it counted."""
     prompts = sampler.encode(rows)
-    greedy = sampler.draw(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
+    greedy = sampler.sample(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
     sampled = runs.Answers()
     if cfg.group_size:
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, task_number))
-        sampled = sampler.draw(prompts, sampling, n=cfg.group_size)
+        sampled = sampler.sample(prompts, sampling, n=cfg.group_size)
     rewards = [
         [None if math.isnan(r) else r for r in x.rewards.tolist()] for x in (greedy, sampled)
     ]
@@ -108,11 +105,38 @@ def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
     return answers, counts
 
 
-def gathered(answers: list[dict]) -> list[dict]:
-    """The answers of all ranks, by row."""
-    ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, answers)
-    return sorted((answer for part in ranks for answer in part), key=lambda answer: answer["row"])
+def batches_of_tasks(tasks, cfg: Config) -> list[tuple[int, list]]:
+    """The number of a task and some of its held-out rows, with their ids, for each batch."""
+    batches = []
+    for number, task in enumerate(tasks):
+        rows = list(enumerate(task.heldout[: cfg.rows] if cfg.rows else task.heldout))
+        for first in range(0, len(rows), cfg.prompts_per_step):
+            batches.append((number, rows[first : first + cfg.prompts_per_step]))
+    return batches
+
+
+def summaries(answers: list[dict], batches, cfg: Config, run) -> dict[str, dict[str, float]]:
+    """`summary` of each task, and the number of its rows that were skipped, from the log."""
+    skipped_rows = [row["skipped_rows"] for row in read_metrics(run.out / METRICS)]
+    tasks = {}
+    for number, task in enumerate(cfg.task):
+        tasks[task] = summary([answer for answer in answers if answer["task"] == task], cfg)
+        tasks[task]["skipped"] = sum(
+            skipped
+            for skipped, (task_number, _) in zip(skipped_rows, batches, strict=True)
+            if task_number == number
+        )
+    return tasks
+
+
+def worst_answers(answers: list[dict], tasks, cfg: Config, processor) -> list:
+    """The 40 greedy answers with the lowest rewards, for the page."""
+    shown = []
+    for answer in sorted(answers, key=lambda answer: answer["reward"] or 0.0)[:40]:
+        row = tasks[cfg.task.index(answer["task"])].heldout[answer["row"]]
+        reward = math.nan if answer["reward"] is None else answer["reward"]
+        shown.append(replace(encode_prompt(processor, row), text=answer["text"], reward=reward))
+    return shown
 
 
 def main(cfg: Config) -> None:
@@ -127,53 +151,24 @@ def main(cfg: Config) -> None:
         engine = runs.build_scorer(cfg, path, processor)
         rollout = runs.build_rollout(cfg, path, processor, engine)
     samplers = [runs.PolicySampler(cfg, run, task, processor, engine, rollout) for task in tasks]
-    heldout = [
-        list(enumerate(task.heldout[: cfg.rows] if cfg.rows else task.heldout)) for task in tasks
-    ]
-    batches = [
-        (number, rows[first : first + cfg.prompts_per_step])
-        for number, rows in enumerate(heldout)
-        for first in range(0, len(rows), cfg.prompts_per_step)
-    ]
-
-    # a row is a line, written before its batch is logged; a resumed run repeats what is not logged
-    path, log = run.out / "answers.jsonl", run.out / METRICS
-    start = len(read_metrics(log)) if cfg.resume and log.exists() else 0
-    answers = [answer for answer in read_metrics(path) if answer["step"] < start] if start else []
-    if run.writes:
-        path.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-
+    batches = batches_of_tasks(tasks, cfg)
+    answers, start = runs.resume_answers(cfg, run)
     with samplers[0].current_weights():
         for step in run.steps(start, len(batches), unit="batch"):
             number, rows = batches[step]
-            found, counts = evaluate_rows(rows, cfg, number, samplers[number])
-            new = [{"step": step, **answer} for answer in gathered(found)]
-            answers += new
-            if run.writes:
-                with path.open("a") as file:
-                    file.writelines(json.dumps(answer) + "\n" for answer in new)
-            metrics = summary(new, cfg) | runs.totals(engine, **counts)
+            local_answers, counts = evaluate_rows(rows, cfg, number, samplers[number])
+            new_answers = runs.append_answers(run, step, local_answers)
+            answers += new_answers
+            metrics = summary(new_answers, cfg) | runs.totals(engine, **counts)
             run.log(step, metrics | {"reward/mean": metrics.get("mean", metrics["accuracy"])})
 
     run.phase("evaluate")
-    if run.writes:
-        skipped_rows = [row["skipped_rows"] for row in read_metrics(log)]
-        found = {}
-        for number, task in enumerate(cfg.task):
-            found[task] = summary([a for a in answers if a["task"] == task], cfg)
-            found[task]["skipped"] = sum(
-                skipped
-                for skipped, (of, _) in zip(skipped_rows, batches, strict=True)
-                if of == number
-            )
-        run.print(table(found))
-        run.log_evaluation(tasks=found, heldout=len(answers))
-    worst = sorted(answers, key=lambda answer: answer["reward"] or 0.0)[:40] if run.writes else []
     shown = []
-    for answer in worst:
-        row = tasks[cfg.task.index(answer["task"])].heldout[answer["row"]]
-        reward = math.nan if answer["reward"] is None else answer["reward"]
-        shown.append(replace(encode_prompt(processor, row), text=answer["text"], reward=reward))
+    if run.writes:
+        figures = summaries(answers, batches, cfg, run)
+        run.print(table(figures))
+        run.log_evaluation(tasks=figures, heldout=len(answers))
+        shown = worst_answers(answers, tasks, cfg, processor)
     runs.finish(cfg, run, shown)
 
 

@@ -22,18 +22,17 @@ AReaL, https://arxiv.org/abs/2505.24298):
 - There is no KL term.
 """
 
-from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from itertools import tee
 
 import torch
 import torch.distributed as dist
 
 from rlkit import runs
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Failures, collate, step_rows
+from rlkit.data import Failures, collate, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
     clipped_policy_loss,
@@ -51,8 +50,8 @@ from rlkit.rollout.serve import serving
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 130
     max_staleness: int = 1
-    """Most updates between the weights that sampled a token and those that train on it. 0: sample
-    and train in turn."""
+    """Maximum number of updates between the weights that sampled a token and those that train on
+    it. 0: sample and train in turn."""
     clip_low: float = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
@@ -114,30 +113,36 @@ def stop_if_weights_did_not_arrive(cfg: Config, run, sampler, engine, prompts):
     sampler.stop_if_out_of_sync(measure_mismatch(sampler.rollout, engine, prompts, sampling))
 
 
+def requests(cfg: Config, start: int, prompts_of_steps):
+    """Prompts of each step and how to sample them; taken when the batch of a step is requested."""
+    for step, prompts in enumerate(prompts_of_steps, start):
+        yield prompts.samples, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step))
+
+
+def judged_answers(batches: AsyncSampler, prompts_of_steps, failures: Failures):
+    """The answers of each step, with their rewards; taken when the step is trained."""
+    for judged, prompts in zip(batches, prompts_of_steps, strict=False):
+        generated, rewards, parts, seconds = judged
+        reasons = failures.take()
+        yield runs.Answers(generated, rewards, parts, prompts.skipped, reasons, seconds)
+
+
 def judged_batches(cfg: Config, start: int, task, sampler):
     """An AsyncSampler that requests the batches, and an iterator over their judged answers."""
-    skipped: deque = deque()  # rows of each batch that was requested and is not trained on yet
-
-    def requests():
-        """Prompts of each step and how to sample them, taken when the next batch is requested."""
-        for step in range(start, cfg.steps):
-            prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
-            skipped.append(prompts.skipped)
-            yield prompts.samples, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step))
-
-    def as_answers(found):
-        generated, rewards, parts, seconds = found
-        return runs.Answers(generated, rewards, parts, skipped.popleft(), failures.take(), seconds)
-
-    failures, rollout = Failures("reward"), sampler.rollout
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
+    requested, trained = tee(map(sampler.encode, rows))  # the same prompts, taken at two times
+    failures = Failures("reward")
     submit = score_as_written(
-        rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
+        sampler.rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
     )
-    updates = ("update_weights", "update_adapter")
-    updates = {name: getattr(rollout, name) for name in updates if hasattr(rollout, name)}
-    judged = SimpleNamespace(submit=submit, **updates)
-    batches = AsyncSampler(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
-    return batches, map(as_answers, batches)
+    batches = AsyncSampler(
+        sampler.rollout,
+        requests(cfg, start, requested),
+        n=cfg.group_size,
+        max_staleness=cfg.max_staleness,
+        submit=submit,
+    )
+    return batches, judged_answers(batches, trained, failures)
 
 
 def main(cfg: Config) -> None:
@@ -153,12 +158,12 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_async", cfg, task.name, starts_servers=True)
         path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         rollout = build_server_rollout(cfg, run, path, processor, engine, stack)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, sends_weights=False)
     heldout = sampler.encode(enumerate(task.heldout))
-    evaluate = partial(sampler.evaluate, heldout)
+    evaluate = partial(runs.evaluate_heldout, sampler, heldout)
     check_weights = partial(
         stop_if_weights_did_not_arrive, cfg, run, sampler, engine, heldout.samples[:4]
     )
@@ -167,10 +172,10 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     if start == 0:
         evaluate("before")
 
-    batches, judged_answers = judged_batches(cfg, start, task, sampler)
+    batches, answers_of_steps = judged_batches(cfg, start, task, sampler)
     loss_fn = partial(policy_loss, cfg=cfg)
     run.phase("generate")  # what is waited for
-    for step, answers in zip(run.steps(start, cfg.steps), judged_answers, strict=False):
+    for step, answers in zip(run.steps(start, cfg.steps), answers_of_steps, strict=False):
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")

@@ -47,10 +47,11 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     updates_per_batch: int = 1
     """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     max_turns: int = 2
-    """Most turns of the policy per episode."""
+    """Maximum number of turns of the policy per episode."""
     max_new_tokens: int = 12
     max_response_tokens: int = 0
-    """Most tokens per episode after the prompt, with tool output. 0: the rest of the context."""
+    """Maximum number of tokens per episode after the prompt, with tool output. 0: the rest of the
+    context."""
     tool_timeout: float = 60.0
     """Time limit of one call of the tool, in seconds."""
     show_failures: bool = False
@@ -144,25 +145,25 @@ def main(cfg: Config) -> None:
         run = runs.start_run("grpo_tools", cfg, task.name)
         cfg = with_tiny_model(cfg, run.out / "init", task, tool)
         path, processor = runs.find_model(cfg, run, task.train)
-        updates = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(cfg, path, processor, updates=updates)
+        optimizer_steps = cfg.steps * cfg.updates_per_batch
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     play = episodes(cfg, rollout, tool, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, generate=play)
-    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
+    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     if start == 0:
         evaluate("before")
 
-    loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
-    forwards = bool(reference) + (updates > 1)
+    loss_fn = partial(policy_loss, cfg=cfg)
+    forwards = bool(reference) + (cfg.updates_per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.answer(prompts, sampling, n=cfg.group_size)
+        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
@@ -170,14 +171,16 @@ def main(cfg: Config) -> None:
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-        if updates > 1:
+        if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        for _ in range(updates):
+        for _ in range(cfg.updates_per_batch):
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)
-        metrics |= runs.batch_totals(cfg, engine, batch, updates=updates, forwards=forwards)
+        metrics |= runs.batch_totals(
+            cfg, engine, batch, updates=cfg.updates_per_batch, forwards=forwards
+        )
         show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)

@@ -51,8 +51,8 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     updates_per_batch: int = 1
     """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
-    """clipped: the PPO clip of each token's ratio. gspo: of a whole answer's ratio. cispo: the
-    importance weight of each token is clipped."""
+    """clipped: the PPO clip of each token's ratio. gspo: clips the ratio of the whole answer.
+    cispo: clips each token's importance weight."""
     clip_low: float = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
@@ -76,10 +76,10 @@ def policy_loss(out, mb, cfg: Config):
         **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
-    mean, total = (
-        (sequence_mean, mb.total_sequences) if cfg.loss == "gspo" else (token_mean, mb.total_tokens)
-    )
-    return mean(policy + cfg.kl_coef * kl, mb.mask, total), metrics
+    loss = policy + cfg.kl_coef * kl
+    if cfg.loss == "gspo":
+        return sequence_mean(loss, mb.mask, mb.total_sequences), metrics
+    return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
 def main(cfg: Config) -> None:
@@ -89,24 +89,24 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_vlm", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        updates = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(cfg, path, processor, updates=updates)
+        optimizer_steps = cfg.steps * cfg.updates_per_batch
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
+    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     if start == 0:
         evaluate("before")
 
-    loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
-    forwards = bool(reference) + (updates > 1)
+    loss_fn = partial(policy_loss, cfg=cfg)
+    forwards = bool(reference) + (cfg.updates_per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.answer(prompts, sampling, n=cfg.group_size)
+        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
@@ -114,14 +114,16 @@ def main(cfg: Config) -> None:
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-        if updates > 1:
+        if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        for _ in range(updates):
+        for _ in range(cfg.updates_per_batch):
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)
-        metrics |= runs.batch_totals(cfg, engine, batch, updates=updates, forwards=forwards)
+        metrics |= runs.batch_totals(
+            cfg, engine, batch, updates=cfg.updates_per_batch, forwards=forwards
+        )
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         if runs.evaluate_every(cfg, run, step, evaluate, engine):

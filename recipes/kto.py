@@ -80,11 +80,11 @@ def with_other_answers(rows):
     taken of these."""
     rows = list(rows)
     readable = [i for i, (_, row) in enumerate(rows) if row.get("completion") is not None]
-    found = []
+    with_others = []
     for i, (group_id, row) in enumerate(rows):
         other = readable[bisect_right(readable, i) % len(readable)] if readable else i
-        found.append((group_id, {**row, "other_answer": rows[other][1].get("completion")}))
-    return found
+        with_others.append((group_id, {**row, "other_answer": rows[other][1].get("completion")}))
+    return with_others
 
 
 def own_and_other_answer(row):
@@ -113,7 +113,7 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("kto", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = runs.build_reference(cfg, path, processor, engine)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
@@ -131,9 +131,9 @@ def main(cfg: Config) -> None:
         z0 = estimate_z0(heldout.sequences, cfg, engine, reference)
         loss_fn = partial(answer_loss, z0=z0, good=good, cfg=cfg)
         out = engine.infer_batch(heldout_batch)
-        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
-        found = {"heldout_loss": found["loss"], "marked_accuracy": found["marked/accuracy"]}
-        return sampler.evaluate(heldout, when, **found)
+        metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        measured = {"heldout_loss": metrics["loss"], "marked_accuracy": metrics["marked/accuracy"]}
+        return runs.evaluate_heldout(sampler, heldout, when, **measured)
 
     if start == 0:
         evaluate("before")

@@ -39,7 +39,6 @@ from rlkit.advantages import (
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
 from rlkit.data import collate, rows_of_steps
 from rlkit.engines.distributed import reduce_metrics
-from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
     clipped_value_loss,
@@ -132,9 +131,24 @@ def advantages_and_returns(rewards, values, mask, cfg: Config, global_sum):
     return masked_whiten(advantages, mask, global_sum=global_sum), returns
 
 
+def answer_weights(rewards, group_ids, cfg: Config):
+    """[B]: 1 for each answer, or with PF-PPO a weight by its reward, with a mean of 1 per group."""
+    if not (cfg.pf_ppo_best or cfg.pf_ppo_worst):
+        return torch.ones(len(rewards))
+    shares = pf_ppo_weights(rewards, group_ids, cfg.pf_ppo_best, cfg.pf_ppo_worst)
+    return shares * group_ids.bincount()[group_ids]
+
+
+def imitation_weights(part, engine):
+    """[B]: 1 / tokens of the right answers of all ranks for a right answer, 0 for others."""
+    right = (part.rewards > 0.5).float()
+    tokens = engine.global_sum((part.mask.sum(1) * right).sum())
+    return right / tokens.clamp(min=1)
+
+
 def add_estimates(batch, cfg: Config, engine, critic, reference, moments: RunningMoments):
     """Add to a batch what both losses need; return metrics over all ranks."""
-    rewards, groups, mask = batch.rewards, batch.group_ids, batch.mask
+    rewards, mask = batch.rewards, batch.mask
     old = engine.infer_batch(batch)["logprobs"]  # [B, T]
     ref = reference(batch) if reference else batch.rollout_logprobs
     values = critic.infer_batch(batch)["values"]  # [B, T], of the prefix before each token
@@ -143,12 +157,6 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
     advantages, returns = advantages_and_returns(
         token_rewards, values, mask, cfg, engine.global_sum
     )
-    weights = torch.ones(len(batch))
-    if cfg.pf_ppo_best or cfg.pf_ppo_worst:
-        weights = (
-            pf_ppo_weights(rewards, groups, cfg.pf_ppo_best, cfg.pf_ppo_worst)
-            * groups.bincount()[groups]
-        )
     tis = importance_weights(old, batch.rollout_logprobs, mask, high=cfg.tis_cap)
     batch.add(
         old_logprobs=old,
@@ -156,7 +164,7 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
         values=values,
         advantages=advantages,
         returns=returns,
-        weights=weights,
+        weights=answer_weights(rewards, batch.group_ids, cfg),
     )
     tokens = engine.global_sum(mask.sum()).item()
     measured = {
@@ -174,13 +182,9 @@ def update(batch, cfg: Config, step: int, engine, critic):
     for epoch in range(cfg.ppo_epochs):
         prompts = np.random.default_rng((cfg.seed, step, epoch)).permutation(cfg.prompts_per_step)
         for part in runs.mini_batches(batch, prompts, cfg.mini_batches, engine):
-            right = (part.rewards > 0.5).float()
-            tokens, imitated = engine.global_sum(
-                torch.stack([part.mask.sum(), (part.mask.sum(1) * right).sum()])
-            )
-            if tokens == 0:  # every row of this part was skipped or unjudged
+            if engine.global_sum(part.mask.sum()) == 0:  # all rows were skipped or unjudged
                 continue
-            part.add(lm_weights=right / imitated.clamp(min=1))
+            part.add(lm_weights=imitation_weights(part, engine))
             metrics = critic.train_batch(part, partial(value_loss, cfg=cfg))
             metrics = {
                 f"critic/{name}": metrics[name]
@@ -196,7 +200,7 @@ def update(batch, cfg: Config, step: int, engine, critic):
 
 def step_totals(batch, cfg: Config, engine, critic):
     """Tokens, and FLOPs of both models: one pass for the estimates, and those of the updates."""
-    flops = batch_flops(critic.config, batch, head=False)
+    flops = runs.engine_flops(critic, batch, head=False)
     flops *= 1 + runs.training_passes(cfg, cfg.ppo_epochs)
     forwards = 1 + bool(cfg.kl_coef)
     return runs.batch_totals(
@@ -211,16 +215,18 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("ppo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        per_batch = cfg.ppo_epochs * cfg.mini_batches
-        updates = (cfg.steps - cfg.critic_warmup) * per_batch
-        engine = runs.build_engine(cfg, path, processor, updates=updates)
-        start, updates = cfg.critic_model or path, cfg.steps * per_batch
-        critic = runs.build_value_engine(cfg, start, processor, updates=updates, lr=cfg.critic_lr)
+        per_step = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+        policy_steps = (cfg.steps - cfg.critic_warmup) * per_step
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
+        critic_path = cfg.critic_model or path
+        critic = runs.build_value_engine(
+            cfg, critic_path, processor, optimizer_steps=cfg.steps * per_step, lr=cfg.critic_lr
+        )
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
         state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
+    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     if state["step"] == 0:
         evaluate("before")
 
@@ -232,7 +238,7 @@ def main(cfg: Config) -> None:
     for step in run.steps(state["step"], cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.answer(prompts, sampling, n=cfg.group_size)
+        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")

@@ -110,12 +110,12 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("reinforce", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
+    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     if start == 0:
         evaluate("before")
 
@@ -125,7 +125,7 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.answer(prompts, sampling, n=cfg.group_size)
+        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
         sampler.stop_if_rewards_failed(answers)
         batch = collate(answers.judged)
         if cfg.advantage == "remax":

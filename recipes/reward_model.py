@@ -75,7 +75,7 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("reward_model", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train, warm_up_steps=200, label_noise=0.0)
-        engine = runs.build_value_engine(cfg, path, processor, updates=cfg.steps)
+        engine = runs.build_value_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     loss_fn = partial(pair_loss, centre_coef=cfg.centre_coef)
     encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
@@ -86,10 +86,10 @@ def main(cfg: Config) -> None:
         """Loss and preference accuracy on the held-out pairs; returns the scored answers."""
         run.phase("evaluate")
         out = engine.infer_batch(heldout_batch)
-        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
-        found = {"accuracy": found["preference/accuracy"], "heldout_loss": found["loss"]}
+        metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        results = {"accuracy": metrics["preference/accuracy"], "heldout_loss": metrics["loss"]}
         counts = {"rows": len(heldout.samples), "skipped": len(heldout.skipped)}
-        runs.record_evaluation(run, engine, when, found, **counts)
+        runs.record_evaluation(run, engine, when, results, **counts)
         scored = zip(heldout.sequences, out["values"].sum(1).tolist(), strict=True)
         return [replace(answer, reward=score) for answer, score in scored]
 

@@ -39,8 +39,8 @@ def evaluate_chats(when: str, run, engine, sampler, chats):
     """Loss of held-out chats and accuracy of greedy answers; returns these answers."""
     run.phase("evaluate")
     batch = collate(chats.sequences)
-    found = runs.global_loss(engine, loss_fn, engine.infer_batch(batch), batch)
-    return sampler.evaluate(chats, when, heldout_loss=found["loss"])
+    metrics = runs.global_loss(engine, loss_fn, engine.infer_batch(batch), batch)
+    return runs.evaluate_heldout(sampler, chats, when, heldout_loss=metrics["loss"])
 
 
 def main(cfg: Config) -> None:
@@ -49,7 +49,7 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("sft", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)

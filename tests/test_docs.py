@@ -16,7 +16,7 @@ ELSEWHERE = {  # of torchrun, pip, pytest, hf, vLLM, tyro, SLURM, slime, lm-eval
     "--enable-return-routed-experts", "--enable-lora", "--max-lora-rank", "--max-logprobs", "--middleware", "--help",
     "--node-rank", "--master-addr", "--master-port", "--shutdown-timeout", "--account", "--partition", "--requeue",
     "--signal",
-    "--advantage-estimator", "--custom-reward-post-process-path", "--no-deps",
+    "--advantage-estimator", "--custom-reward-post-process-path", "--no-deps", "--no-build-isolation",
     "--pyargs", "--algo",
     "--model_args", "--tasks", "--include_path", "--output_path", "--log-dir", "--local-dir",
 }  # fmt: skip

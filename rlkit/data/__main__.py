@@ -30,7 +30,7 @@ class Options(TaskOptions, RewardOptions, ModelOptions):
     """How the rows are read: task, for recipes that sample answers; chats, for sft.py; pairs, for dpo.py and
     reward_model.py; unpaired, for kto.py."""
     max_prompt_tokens: int = 0
-    """With --model: most tokens in a prompt; longer ones are skipped. 0: no limit."""
+    """With --model: maximum number of tokens per prompt. Longer prompts are skipped. 0: no limit."""
     rows: int = 1000
     """Rows to read, of the training rows and of the held-out ones."""
     prompts: int = 3

@@ -39,6 +39,7 @@ from rlkit.data.messages import (
     from_json,
     place_media,
     read_messages,
+    single,
     text_of,
 )
 from rlkit.data.samples import Row
@@ -323,6 +324,9 @@ def _one_or_many(raw: Row, columns: tuple[str, str]) -> list[Any]:
 
     Args:
         columns: of several, and of one.
+
+    Raises:
+        ValueError: both columns, or a list of files in that for one.
     """
     many, one = columns
     if raw.get("read_as"):
@@ -330,8 +334,10 @@ def _one_or_many(raw: Row, columns: tuple[str, str]) -> list[Any]:
     found = _columns(raw, columns)
     if len(found) > 1:
         raise ValueError(f"{many} and {one}: expected one of them, got both")
-    media = raw[found[0]] if found else []
-    return list(media) if found != [one] and isinstance(media, list | tuple | np.ndarray) else [media]
+    if found == [one]:
+        return [single(raw[one], one)]
+    media = raw[many] if found else []
+    return list(media) if isinstance(media, list | tuple | np.ndarray) else [media]
 
 
 def _right_answer(raw: Row, names: Sequence[str] = ANSWER_COLUMNS) -> Any:

@@ -39,11 +39,11 @@ def read_splits(source: str, subset: str | None = None) -> dict[str, Any]:
         return {split: list(_rows_of_files(paths)) for split, paths in files.items()}
     with _source_in_errors(source):
         if _is_saved(source):
-            found = datasets.load_from_disk(source)
-            found = found if isinstance(found, dict) else {"train": found}
+            splits = datasets.load_from_disk(source)
+            splits = splits if isinstance(splits, dict) else {"train": splits}
         else:
-            found = datasets.load_dataset(source, subset)
-    return {name: without_decoding(table) for name, table in found.items()}
+            splits = datasets.load_dataset(source, subset)
+    return {name: without_decoding(table) for name, table in splits.items()}
 
 
 def read_split(source: str, split: str, subset: str | None = None) -> Any:

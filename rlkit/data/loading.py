@@ -210,7 +210,7 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
                 check_inside(folders, source, column)
         except ValueError as error:
             return _unreadable(read, error)
-        more = {name: found for name, found in (("videos", videos), ("audios", audios)) if found}
+        more = {name: media for name, media in (("videos", videos), ("audios", audios)) if media}
         return {**read, "images": images, **more}
 
     rows = Rows(row, np.arange(len(table)))
@@ -317,7 +317,7 @@ def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
             return _read(PAIRS, right)
         others = np.random.default_rng((HELD_OUT_SEED, i)).permutation(len(rows))[:100]
         answers = (rows[int(j)]["answer"] for j in others)
-        wrong = next((one for one in answers if one is not None and str(one) != str(right["answer"])), None)
+        wrong = next((answer for answer in answers if answer is not None and str(answer) != str(right["answer"])), None)
         return _read(PAIRS, {**right, "chosen": right["answer"], "rejected": wrong})
 
     return Rows(row, np.arange(len(rows)), sources_of(rows))

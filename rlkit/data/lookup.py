@@ -1,4 +1,4 @@
-"""Checks with clear errors: names of models and data sets, and optional packages."""
+"""Clear errors: for names of models and data sets, for optional packages, and of errors from elsewhere."""
 
 from __future__ import annotations
 
@@ -57,3 +57,8 @@ def requires_extra(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         package = f"package {error.name}: expected it to be installed, got none"
         raise ImportError(f"{package}; in the checkout: pip install -e '.[{name}]'") from error
+
+
+def one_line(error: Exception) -> str:
+    """An error of another package as a part of a sentence: its type and message, without line breaks."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from mimetypes import guess_type
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.data.samples import Row
@@ -74,8 +76,25 @@ def prompt_of(row: Row) -> Prompt:
 
 def _one_or_many(row: Row, kind: str) -> list[Any]:
     if row.get(f"{kind}s") is None:
-        return [] if _missing(row.get(kind)) else [row[kind]]
+        return [] if _missing(row.get(kind)) else [single(row[kind], kind)]
     return _several(row, f"{kind}s")
+
+
+def single(media: Any, kind: str) -> Any:
+    """What is in a row's column `video` or `audio`, where a list is one video, as frames, or one audio, as samples.
+
+    Raises:
+        ValueError: a list of files, which belongs in the column for several.
+    """
+    first = media[0] if isinstance(media, list | tuple) and media else None
+    if kind == "audio":
+        is_file = isinstance(first, str | bytes | Path | Mapping)
+    else:  # frames may be files too
+        path = first.get("path") if isinstance(first, Mapping) else first
+        is_file = isinstance(path, str | Path) and str(guess_type(str(path))[0]).startswith("video/")
+    if is_file:
+        raise ValueError(f"{kind}: expected one, got a list of {len(media)} files; put several into a column {kind}s")
+    return media
 
 
 def _several(row: Row, name: str) -> list[Any]:

@@ -65,13 +65,10 @@ def unpad(x: Tensor, attention_mask: Tensor, *, lengths: Sequence[int] | None = 
         raise ValueError(f"lengths: expected {batch}, one per row of attention_mask, got {len(lengths)}")
     elif x.device.type == "cpu" and list(lengths) != per_row.tolist():
         raise ValueError(f"lengths: expected {per_row.tolist()} as in attention_mask, got {list(lengths)}")
-    flat = keep.flatten()  # numpy's is three times as fast on the CPU, `nonzero_static` does not synchronise elsewhere
-    if flat.device.type == "cpu":
-        indices = torch.from_numpy(flat.numpy().nonzero()[0])
-    else:
-        indices = torch.nonzero_static(flat, size=sum(lengths)).squeeze(1)
+    # the size is known, so that nothing waits for the device, as `nonzero` would
+    indices = torch.nonzero_static(keep.flatten(), size=sum(lengths)).squeeze(1)
     return Packed(
-        values=_take(x, indices),
+        values=x.flatten(0, 1).index_select(0, indices),
         cu_seqlens=pad(per_row.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen=max(lengths, default=0),
         indices=indices,
@@ -86,7 +83,7 @@ def unpad_like(x: Tensor, packed: Packed) -> Tensor:
         ValueError: `x` does not begin with `packed.batch_shape`.
     """
     _check_leading("x", x, packed.batch_shape)
-    return _take(x, packed.indices)
+    return x.flatten(0, 1).index_select(0, packed.indices)
 
 
 def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) -> Tensor:
@@ -113,13 +110,9 @@ def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) ->
     if values.ndim == 0 or len(values) != count:
         raise ValueError(f"x: expected [{count}, ...], one value per attended token, got {list(values.shape)}")
     batch, width = like.batch_shape
-    flat = values.flatten() if values.shape[1:].numel() == 1 else values  # as in `_take`
-    padded = flat.new_full((batch * width, *flat.shape[1:]), fill)
-    if flat.ndim == 1 and not flat.requires_grad:  # twice as fast on the CPU, but its gradient is not
-        padded.scatter_(0, like.indices, flat)
-    else:
-        padded.index_copy_(0, like.indices, flat)
-    return padded.view(batch, width, *values.shape[1:])
+    padded = values.new_full((batch * width, *values.shape[1:]), fill)
+    padded.index_copy_(0, like.indices, values)
+    return padded.unflatten(0, (batch, width))
 
 
 def concatenated_ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -134,13 +127,6 @@ def concatenated_ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor
     sizes, first = torch.tensor(lengths, dtype=torch.long), torch.tensor(starts, dtype=torch.long)
     offset = first - (sizes.cumsum(0) - sizes)
     return offset.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
-
-
-def _take(x: Tensor, indices: Tensor) -> Tensor:
-    """Tokens of x [B, T, ...] by their position in the flattened batch: [N, ...]."""
-    is_vector = x.shape[2:].numel() == 1  # one number per token: a CPU gathers from a vector four times as fast
-    flat = x.flatten() if is_vector else x.flatten(0, 1)
-    return flat.index_select(0, indices).view(len(indices), *x.shape[2:])
 
 
 def _check_tensor(name: str, x: Tensor) -> None:

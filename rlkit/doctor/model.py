@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from rlkit.doctor.findings import Finding
+from rlkit.doctor.machine import LINEAR_ATTENTION
 from rlkit.vlm import encode_prompt, load_model, load_processor
-from rlkit.vlm.families import bidirectional_obstacle, head_obstacle, packing_obstacle
+from rlkit.vlm.families import DELTA_RULE_CLASSES, bidirectional_obstacle, head_obstacle, packing_obstacle
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import has_vision, load_config, model_path
-
-INDEX = "model.safetensors.index.json"
+from rlkit.vlm.processors import check_vocabulary
+from rlkit.vlm.weight_files import INDEX, listed_files
 
 
 def check_model(name: str, *, trust_remote_code: bool = False) -> Iterator[Finding]:
@@ -49,7 +51,7 @@ def check_weight_files(folder: Path) -> Iterator[Finding]:
         )
         return
     if (folder / INDEX).exists():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        names = listed_files(folder / INDEX)
     else:
         names = [path.name for path in (*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))]
     missing = [name for name in names if not (folder / name).exists()]
@@ -69,6 +71,8 @@ def _check_forward(model: Any, config: Any) -> Iterator[Finding]:
         yield Finding("packed rows", f"not possible, add --no_use_remove_padding --no_share_prompts: {obstacle}", None)
     else:
         yield Finding("packed rows", "without padding; a prompt is computed once for all of its answers")
+    if _lacks_kernels(model):
+        yield Finding("gated delta rule", f"computed slowly, without kernels: {LINEAR_ATTENTION}", None)
     if obstacle := head_obstacle(config):
         yield Finding("--use_fused_kernels", f"not possible: {obstacle}", None)
     try:
@@ -77,6 +81,12 @@ def _check_forward(model: Any, config: Any) -> Iterator[Finding]:
         yield Finding("positions", str(error), False)
         return
     yield Finding("positions", "3D RoPE, computed by rlkit.vlm.rope3d" if several else "one per token")
+
+
+def _lacks_kernels(model: Any) -> bool:
+    """Whether transformers would compute the gated delta rule on this machine's GPU in plain torch."""
+    has_delta_rule = any(type(module).__name__ in DELTA_RULE_CLASSES for module in model.modules())
+    return has_delta_rule and torch.cuda.is_available() and find_spec("fla") is None
 
 
 def _check_processor(name: str, config: Any, trust_remote_code: bool) -> Iterator[Finding]:
@@ -96,6 +106,10 @@ def _check_processor(name: str, config: Any, trust_remote_code: bool) -> Iterato
     yield Finding(
         "chat template", f"{len(prompt.compact_ids)} tokens{images}: {tokenizer.decode(prompt.compact_ids)!r}"
     )
-    vocabulary = config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        yield Finding("vocabulary", f"expected at most {vocabulary} tokens, got a tokenizer of {len(tokenizer)}", False)
+    try:
+        check_vocabulary(processor, config)
+    except ValueError as error:
+        yield Finding("vocabulary", str(error), False)
+        return
+    if (without := len(tokenizer) - config.get_text_config().vocab_size) > 0:
+        yield Finding("vocabulary", f"special tokens without an embedding, which no text may have: {without}", None)

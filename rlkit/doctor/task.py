@@ -60,14 +60,15 @@ def check_rows(
             lengths.append(len(prompt.token_ids) if processor else len(prompt.text))
             for name, numbers in counts.items():
                 numbers.append(len(getattr(prompt, name)))
-            contents = [image.tobytes() for image in prompt.images] + [one.frames.tobytes() for one in prompt.videos]
-            contents += [one.samples.tobytes() for one in prompt.audios]
+            contents = [image.tobytes() for image in prompt.images]
+            contents += [video.frames.tobytes() for video in prompt.videos]
+            contents += [audio.samples.tobytes() for audio in prompt.audios]
             seen[kind].add(repr((prompt.text, contents)))
         unit = "tokens" if processor else "characters"
         if lengths:
             spread = f"{min(lengths)} to {max(lengths)} {unit}, median {median(lengths):.0f}"
-            shown = {name: found for name, found in counts.items() if name == "images" or any(found)}
-            media = ", ".join(f"{min(found)} to {max(found)} {name}" for name, found in shown.items())
+            shown = {name: numbers for name, numbers in counts.items() if name == "images" or any(numbers)}
+            media = ", ".join(f"{min(numbers)} to {max(numbers)} {name}" for name, numbers in shown.items())
             yield Finding(f"{kind} prompts", f"{spread}; {media} each")
         yield _skipped(kind, skipped, len(chosen))
         if repeated := len(lengths) - len(seen[kind]):
@@ -86,7 +87,7 @@ def _skipped(kind: str, skipped: Sequence[str], read: int) -> Finding:
     for reason in skipped:
         # reasons that differ only in numbers and quoted names count as one
         reasons[re.sub(r"\d+|'[^']*'", "", reason)].append(reason)
-    lines = [f"{len(found)} x {found[0][:300]}" for found in sorted(reasons.values(), key=len, reverse=True)[:5]]
+    lines = [f"{len(texts)} x {texts[0][:300]}" for texts in sorted(reasons.values(), key=len, reverse=True)[:5]]
     text = "\n".join([f"{len(skipped)} of the first {read} would be skipped:", *lines])
     return Finding(f"{kind} rows", text, False if len(skipped) == read else None)
 
@@ -124,24 +125,24 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
     if not rows:
         yield Finding("rewards", "the rows have no answers to compare with", None)
         return
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     for form, write in FORMS.items():
         samples = []
         for row, right in zip(rows, answers, strict=True):
             wrong = next((other for other in answers if other != right), f"not {right}")
             samples.append(prompt_sample([], text=write(right, wrong), row=row))
         rewards = score(task.reward, samples)
-        known = rewards[~rewards.isnan()]
-        unjudged = f", {len(rows) - len(known)} not judged" if len(known) < len(rows) else ""
-        if len(known):
-            found[form] = known.mean().item()
-        mean = f"{found[form]:.3g}" if len(known) else "none"
+        judged = rewards[~rewards.isnan()]
+        unjudged = f", {len(rows) - len(judged)} not judged" if len(judged) < len(rows) else ""
+        if len(judged):
+            means[form] = judged.mean().item()
+        mean = f"{means[form]:.3g}" if len(judged) else "none"
         yield Finding(
             f"reward of {form}", f"mean {mean} over {len(rows)} rows{unjudged}: {samples[0].text[:60]!r}", None
         )
-    highest, wrong_reward = max(found.values(), default=0.0), found.get("another row's answer")
-    best = [form for form, reward in found.items() if reward == highest]
-    if not found:
+    highest, wrong_reward = max(means.values(), default=0.0), means.get("another row's answer")
+    best = [form for form, reward in means.items() if reward == highest]
+    if not means:
         yield Finding("rewards", "expected numbers, got none: the reward cannot judge these answers", False)
     elif wrong_reward == highest:
         yield Finding("rewards", "expected more for a right answer than for a wrong one, got the same", False)
@@ -159,11 +160,11 @@ def show_rows(task: Task, processor: Any = None, count: int = 3) -> Iterator[str
             continue
         sizes = ", ".join(f"{image.width} x {image.height}" for image in prompt.images) or "none"
         tokens = f"{len(prompt.token_ids)} tokens; " if processor else ""
-        shapes = [(*one.frames.shape[:3], one.fps) for one in prompt.videos]
+        shapes = [(*video.frames.shape[:3], video.fps) for video in prompt.videos]
         clips = ", ".join(
             f"{count} frames of {width} x {height}, {fps:g} a second" for count, height, width, fps in shapes
         )
-        sounds = ", ".join(f"{len(one.samples) / one.rate:.1f} s" for one in prompt.audios)
+        sounds = ", ".join(f"{len(audio.samples) / audio.rate:.1f} s" for audio in prompt.audios)
         media = f"images: {sizes}" + (f"; videos: {clips}" if clips else "") + (f"; audios: {sounds}" if sounds else "")
         yield f"--- {row.get('where', 'row')}: {tokens}{media}\n{_cut(prompt.text)}"
         for name in ("answer", "completion", "chosen", "rejected", "label"):

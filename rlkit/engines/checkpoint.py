@@ -2,11 +2,8 @@
 
 A checkpoint is a directory of shards with a `manifest.json` that lists every file with its size and its checksum. It is
 written next to its final path and then renamed, so a save that is killed, or finds no room, leaves the previous
-checkpoint intact. torch's own `.metadata` file is
-a pickle: load checkpoints only from run directories that you trust. To pass a model on, use `export_hf`.
-
-A save with `wait=False` copies the state to the host and writes it from a thread while training continues. The next
-save or load waits for it, and so does the exit of the process. Call `finish` before `destroy_process_group`.
+checkpoint intact. torch's own `.metadata` file is a pickle: load checkpoints only from run directories that you trust.
+To pass a model on, use `export_hf`.
 """
 
 from __future__ import annotations
@@ -17,10 +14,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_all
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,15 +24,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from rlkit.engines.distributed import TIMEOUT
+from rlkit.engines.distributed import gather_objects, local_part
 
 MANIFEST = "manifest.json"
-
-_pending_saves: list[Future[None]] = []
 
 
 class DamagedCheckpoint(ValueError):
@@ -49,65 +39,25 @@ class CheckpointNotWritten(OSError):
     """A checkpoint could not be written. The previous one is intact."""
 
 
-def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait: bool = True) -> None:
+def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any]) -> None:
     """Save `state` (tensors, sharded or not) and `extra` (JSON). All ranks call this together.
 
     Args:
         path: of the checkpoint.
         state: saved by torch.distributed.checkpoint.
         extra: saved in the manifest.
-        wait: until it is written; otherwise a thread writes it.
 
     Raises:
         CheckpointNotWritten: on all ranks, also if it is one rank that could not write, or a weight in `state["model"]`
             is nan or infinite.
     """
-    finish()
     path = Path(path)
-    if problem := first_problem(_not_finite(state.get("model", {})), None):
+    if problem := first_problem(_not_finite(state.get("model", {}))):
         raise CheckpointNotWritten(f"checkpoint {path}: expected finite weights, got {problem}")
     part = path.with_name(path.name + ".part")
-    size = _local_bytes(state)
-    if problem := problem_of_rank_0(lambda: _make_empty(part)):
-        raise _not_written(path, part, problem, size, None)
-    if wait:
-        _write(path, part, extra, size, lambda: dcp.save(state, checkpoint_id=part), None)
-        return
-    group = _saving_group(dist.group.WORLD)
-    # the state is on the host when it is written; torch's usual writer would still make a stream, and so allocate half
-    # a GiB, on the first GPU, which is the current one of a new thread on every rank
-    writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
-    stager = DefaultStager(StagingOptions(False, False, False, False))  # copies the state before `async_save` returns
-    saving: Any = dcp.async_save(state, storage_writer=writer, async_stager=stager, process_group=group)
-    stager.close()
-    thread = ThreadPoolExecutor(1)
-    _pending_saves.append(thread.submit(_write, path, part, extra, size, saving.result, group))
-    thread.shutdown(wait=False)
-
-
-def finish() -> None:
-    """Wait until the checkpoint that a thread is writing is complete. All ranks call this together.
-
-    Raises:
-        CheckpointNotWritten: see `save`.
-    """
-    while _pending_saves:
-        _pending_saves.pop().result()
-        dist.barrier()
-
-
-def wait_for_writing() -> None:
-    """Wait until this rank's thread that writes a checkpoint has ended, perhaps with an error.
-
-    Each rank may call this alone, unlike `finish`.
-    """
-    wait_for_all(_pending_saves)
-
-
-@cache
-def _saving_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of all ranks for the thread that saves, whose collectives must not mix with those of training."""
-    return dist.new_group(backend="gloo", timeout=TIMEOUT)
+    problem = problem_of_rank_0(lambda: _make_empty(part)) or _write(part, path, state, extra)
+    if problem:
+        raise _not_written(path, part, problem, _local_bytes(state))
 
 
 def _make_empty(part: Path) -> None:
@@ -115,38 +65,27 @@ def _make_empty(part: Path) -> None:
     part.mkdir(parents=True)
 
 
-def _write(
-    path: Path,
-    part: Path,
-    extra: dict[str, Any],
-    size: int,
-    write_shards: Callable[[], Any],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Write the shards of all ranks and the manifest to `part`, and rename it to `path`."""
-    problem, own = "", {}
+def _write(part: Path, path: Path, state: dict[str, Any], extra: dict[str, Any]) -> str:
+    """Write the shards of all ranks and the manifest to `part`, and rename it to `path`.
+
+    Returns:
+        The first error of any rank, on all ranks; an empty string if there is none.
+    """
+    problem, checksums = "", {}
     try:
-        write_shards()
-        own = {file.name: _checksum(file) for file in _files_of_rank(part)}
+        dcp.save(state, checkpoint_id=part)
+        checksums = {file.name: _checksum(file) for file in _files_of_rank(part)}
     except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
         problem = _reason(error)
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, (problem, own), group)
-    problem = next((theirs for theirs, _ in of_ranks if theirs), "")
-    if not problem and dist.get_rank() == 0:
-        try:
-            _complete(part, path, {name: checksum for _, own in of_ranks for name, checksum in own.items()}, extra)
-        except OSError as error:
-            problem = str(error)
-    if problem := first_problem(problem, group):
-        raise _not_written(path, part, problem, size, group)
+    if problem := first_problem(problem):
+        return problem
+    all_checksums = {name: checksum for of_rank in gather_objects(checksums) for name, checksum in of_rank.items()}
+    return problem_of_rank_0(lambda: _complete(part, path, all_checksums, extra))
 
 
-def first_problem(problem: str, group: dist.ProcessGroup | None) -> str:
+def first_problem(problem: str) -> str:
     """The error of the first rank that has one; empty if none has. All ranks call this together."""
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, problem, group)
-    return next((theirs for theirs in of_ranks if theirs), "")
+    return next((of_rank for of_rank in gather_objects(problem) if of_rank), "")
 
 
 def problem_of_rank_0(work: Callable[[], Any]) -> str:
@@ -160,21 +99,18 @@ def problem_of_rank_0(work: Callable[[], Any]) -> str:
             work()
         except OSError as error:
             problem = str(error)
-    return first_problem(problem, None)
+    return first_problem(problem)
 
 
-def _not_written(
-    path: Path, part: Path, problem: str, size: int, group: dist.ProcessGroup | None
-) -> CheckpointNotWritten:
+def _not_written(path: Path, part: Path, problem: str, local_bytes: int) -> CheckpointNotWritten:
     """The error for a checkpoint that could not be written, of which nothing is left. All ranks call this."""
-    sizes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(sizes, size, group)
+    size = sum(gather_objects(local_bytes))
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
     existing = next(folder for folder in path.parents if folder.exists())
-    complete = [one.name for one in checkpoints(path.parent)]
+    complete = [checkpoint.name for checkpoint in checkpoints(path.parent)]
     return CheckpointNotWritten(
-        f"checkpoint {path}: expected room for {sum(sizes)} bytes, got {shutil.disk_usage(existing).free} bytes free: "
+        f"checkpoint {path}: expected room for {size} bytes, got {shutil.disk_usage(existing).free} bytes free: "
         f"{problem}; the last complete checkpoint is {complete[-1] if complete else 'none'}"
     )
 
@@ -186,29 +122,24 @@ def _reason(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _local(x: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _local_bytes(state: Mapping[str, Any]) -> int:
     """Bytes of this rank's tensors."""
-    tensors = (_local(x) for x in tree_leaves(state) if isinstance(x, Tensor))
+    tensors = (local_part(x) for x in tree_leaves(state) if isinstance(x, Tensor))
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _not_finite(weights: Mapping[str, Any]) -> str:
     """The first of this rank's weights that is nan or infinite, with its tensor's name; empty if all are finite."""
     for name, x in weights.items():
-        if isinstance(x, Tensor) and not (is_finite := _local(x).isfinite()).all():
-            return f"{_local(x)[~is_finite][0].item()} in {name}"
+        if isinstance(x, Tensor) and not (is_finite := local_part(x).isfinite()).all():
+            return f"{local_part(x)[~is_finite][0].item()} in {name}"
     return ""
 
 
 def _files_of_rank(part: Path) -> list[Path]:
     """The files that this rank has written: torch names shards by their rank; all others are rank 0's."""
     shard = re.compile(r"__(\d+)_\d+\.distcp")
-    writers = {file: int(found[1]) if (found := shard.fullmatch(file.name)) else 0 for file in sorted(part.iterdir())}
+    writers = {file: int(name[1]) if (name := shard.fullmatch(file.name)) else 0 for file in sorted(part.iterdir())}
     return [file for file, rank in writers.items() if rank == dist.get_rank()]
 
 
@@ -261,12 +192,11 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         DamagedCheckpoint: on all ranks; it names a file that is missing, cut short or changed.
         OSError: on all ranks, if an interrupted save left only `PATH.old` and rank 0 cannot rename it to PATH.
     """
-    finish()
     path = Path(path)
     if problem := problem_of_rank_0(lambda: _restore_replaced(path)):
         raise OSError(f"checkpoint {path}: expected to restore it from {path.name}.old, got: {problem}")
     manifest, problem = _read_intact(path)
-    if problem := first_problem(problem, None):
+    if problem := first_problem(problem):
         raise DamagedCheckpoint(f"checkpoint {path}: {problem}")
     return manifest["extra"]
 
@@ -288,18 +218,18 @@ def _read_intact(path: Path) -> tuple[dict[str, Any], str]:
     for name, size in sizes.items():
         file = path / name
         try:
-            found = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
+            got = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
         except OSError as error:
-            found = str(error)
-        if found != f"{size} bytes":
-            return manifest, f"expected {size} bytes in {name}, got {found}"
+            got = str(error)
+        if got != f"{size} bytes":
+            return manifest, f"expected {size} bytes in {name}, got {got}"
     for name in sorted(sizes)[dist.get_rank() :: dist.get_world_size()]:
         try:
-            found = _checksum(path / name)
+            computed = _checksum(path / name)
         except OSError as error:
             return manifest, f"expected {name} to be readable, got: {error}"
-        if found != checksums[name]:
-            return manifest, f"expected the checksum {checksums[name]} of {name}, got {found}: a damaged file"
+        if computed != checksums[name]:
+            return manifest, f"expected the checksum {checksums[name]} of {name}, got {computed}: a damaged file"
     return manifest, ""
 
 
@@ -406,7 +336,7 @@ class TensorReader:
         if wrong is not None:
             got = f"{list(self.shapes[wrong])}" if wrong in self.shapes else "none"
             problem = f"expected {list(expected[wrong])} for {wrong}, got {got}"
-        if problem := first_problem(problem, None):
+        if problem := first_problem(problem):
             raise ValueError(
                 f"checkpoint {self.path}: expected the state of this model and optimizer, got another: {problem}"
             )
@@ -431,19 +361,19 @@ def _metadata(path: str | Path, reader: dcp.FileSystemReader) -> Any:
         ) from error
 
 
-def check_parameter_names(path: str | Path, found: Iterable[str], expected: Iterable[str]) -> None:
+def check_parameter_names(path: str | Path, saved_tensors: Iterable[str], trained: Iterable[str]) -> None:
     """Check that a checkpoint holds no other parameters than those that the model trains; `load` would ignore them.
 
     Args:
         path: of the checkpoint, for the message.
-        found: names of the tensors in the checkpoint.
-        expected: names of the parameters that the model trains.
+        saved_tensors: names of the tensors in the checkpoint.
+        trained: names of the parameters that the model trains.
 
     Raises:
         ValueError: names one parameter that the model does not have or does not train.
     """
-    saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}
-    if unknown := saved - set(expected):
+    saved = {name.removeprefix("model.") for name in saved_tensors if name.startswith("model.")}
+    if unknown := saved - set(trained):
         raise ValueError(
             f"checkpoint {path}: expected only parameters that this model trains, got {len(unknown)} others such as "
             f"{min(unknown)}"
@@ -452,8 +382,8 @@ def check_parameter_names(path: str | Path, found: Iterable[str], expected: Iter
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """Checkpoint directories `step_<n>` of a run, oldest first, without unfinished ones."""
-    found = [p for p in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+    complete = [p for p in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    return sorted(complete, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def keep_newest(folder: str | Path, count: int) -> None:

@@ -1,11 +1,12 @@
-"""Process groups and devices, small reductions over ranks, and full tensors of sharded ones."""
+"""Process groups and devices, small reductions and checks over ranks, and full tensors of sharded ones."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rlkit.data.samples import Batch
+
+T = TypeVar("T")
 
 # devices whose all-gather (gloo's) needs a second copy of the result; there each rank broadcasts its part instead
 GATHER_BY_BROADCAST = ("cpu",)
@@ -24,18 +29,19 @@ TIMEOUT = timedelta(hours=1)
 def init_distributed(device: str | None = None) -> torch.device:
     """Join the process group of torchrun, or make one of a single process, and return this rank's device."""
     kind = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
-    own = torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    local = torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
     if kind == "cuda":
-        torch.cuda.set_device(own)
+        torch.cuda.set_device(local)
     if not dist.is_initialized():
         backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl"
-        bound = None if kind == "cpu" else own  # NCCL connects now, on this GPU, and not at the first use
+        bound = None if kind == "cpu" else local  # NCCL connects now, on this GPU, and not at the first use
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=TIMEOUT, device_id=bound)
         else:
-            alone: Any = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-            dist.init_process_group(backend, timeout=TIMEOUT, device_id=bound, **alone)
-    return own
+            dist.init_process_group(
+                backend, timeout=TIMEOUT, device_id=bound, store=dist.HashStore(), rank=0, world_size=1
+            )
+    return local
 
 
 def set_timeouts(mesh: DeviceMesh) -> DeviceMesh:
@@ -47,13 +53,18 @@ def set_timeouts(mesh: DeviceMesh) -> DeviceMesh:
 
 def make_model_parallel_group(data_parallel_rank: int, data_parallel_size: int) -> dist.ProcessGroup | None:
     """The group of all ranks with this data-parallel rank; None if each rank has its own. All ranks call this."""
-    world = dist.get_world_size()
-    if data_parallel_size == world:
+    if data_parallel_size == dist.get_world_size():
         return None
-    of_ranks: list[Any] = [None] * world
-    dist.all_gather_object(of_ranks, data_parallel_rank)
-    members = [[rank for rank in range(world) if of_ranks[rank] == number] for number in range(data_parallel_size)]
+    data_parallel_ranks = gather_objects(data_parallel_rank)
+    members = [[rank for rank, x in enumerate(data_parallel_ranks) if x == i] for i in range(data_parallel_size)]
     return [dist.new_group(ranks, timeout=TIMEOUT) for ranks in members][data_parallel_rank]
+
+
+def gather_objects(x: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The objects of all ranks of a group (all ranks by default), in rank order. They are pickled."""
+    per_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(per_rank, x, group)
+    return per_rank
 
 
 def all_reduce(
@@ -77,6 +88,32 @@ def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGro
     is_max = torch.tensor([name.endswith("/max") for name in names])
     sums, maxima = (all_reduce(values, op, group) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
     return dict(zip(names, torch.where(is_max, maxima, sums).tolist(), strict=True))
+
+
+def check_same_rows(batch: Batch, data_parallel_rank: int, data_parallel_size: int) -> None:
+    """Check that all ranks of a model-parallel group were given the same rows; they would mix up different ones.
+
+    Values that a model or a sampler computed for each token are not compared, because they may be rounded differently.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    digest = hashlib.blake2b(repr((batch.tokens.shape, batch.lengths, sorted(batch.fields))).encode(), digest_size=7)
+    for x in (batch.tokens, batch.mask, *(batch.fields[name] for name in sorted(batch.fields))):
+        if x.ndim == 1 or not x.is_floating_point():
+            digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+    digests = torch.zeros(dist.get_world_size(), 2, dtype=torch.long)
+    digests[dist.get_rank()] = torch.tensor([data_parallel_rank, int.from_bytes(digest.digest(), "big")])
+    if len(set(map(tuple, all_reduce(digests).tolist()))) > data_parallel_size:
+        raise ValueError(
+            "batch: expected the same rows on all ranks of a model-parallel group, got different ones; give each rank "
+            "rows[engine.data_parallel_rank :: engine.data_parallel_size]"
+        )
+
+
+def local_part(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, a plain tensor without gradient; other tensors as they are."""
+    return x._local_tensor if isinstance(x, DTensor) else x  # `to_local` of a parameter returns a view of it
 
 
 def full_tensor(x: Tensor) -> Tensor:
@@ -134,7 +171,7 @@ def _gather_rows(tensors: Sequence[DTensor]) -> tuple[Tensor, list[list[int]]]:
         for rank in ranks
     ]
     rank_sizes = [sum(of_rank) for of_rank in sizes]
-    local = [x.to_local().flatten() for x in tensors]
+    local = [local_part(x).flatten() for x in tensors]
     if local[0].device.type not in GATHER_BY_BROADCAST and len(set(rank_sizes)) == 1:
         return DTensor.from_local(torch.cat(local), mesh, placements, run_check=False).full_tensor(), sizes
     gathered = torch.empty(sum(rank_sizes), dtype=local[0].dtype, device=local[0].device)

@@ -179,7 +179,7 @@ def _write_directory(
             shutil.rmtree(part, ignore_errors=True)
     for _ in remaining:
         pass
-    problem = first_problem(_disk_problem(error), None)
+    problem = first_problem(_disk_problem(error))
     if error is not None and not problem:
         raise error
     if problem:

@@ -26,10 +26,10 @@ def forward_flops(
         text = 2 N t + 4 L A pairs + 2 H V scored,  t = sum_i n_i,  pairs = sum_i n_i b_i + n_i (n_i + 1) / 2
         N = L (2 H A + 2 H K + 3 H I),  A = heads * head size,  K = key-value heads * head size
 
-    In Qwen3-Next and Qwen3.5, attention has a gate (H A more weights), and L counts layers of attention only. The
-    others, with the gated delta rule (https://arxiv.org/abs/2412.06464), compute n_i + b_i tokens of each segment,
-    since a prompt's state is computed for each answer. A token costs 2 weights, and 6 times the numbers in the state
-    of a head: the state's prediction for the key, its update, and its output.
+    In Qwen3-Next and Qwen3.5, attention has a gate (H A more weights), and L counts layers of attention only. In the
+    others, with the gated delta rule (https://arxiv.org/abs/2412.06464), the b_i tokens cost nothing, since answers
+    continue from their prompt's last state. A token costs 2 weights, and 6 times the numbers in the state of a head:
+    the state's prediction for the key, its update, and its output.
 
     Only the attention scores that a causal mask keeps are counted, half of PaLM's 12 L H Q T for a whole sequence.
     Sliding windows count as full attention. For a mixture of experts, I is the size of the experts that a token goes
@@ -58,7 +58,7 @@ def forward_flops(
     pairs = sum(new * before + new * (new + 1) // 2 for new, before in segments)
     weights = attention * hidden * head_size * ((3 if gated else 2) * heads + 2 * kv_heads) + _mlp_weights(text)
     language = 2 * weights * tokens + 4 * attention * heads * head_size * pairs + 2 * hidden * text.vocab_size * scored
-    language += linear * _delta_rule_flops(text) * sum(new + before for new, before in segments) if linear else 0
+    language += linear * _delta_rule_flops(text) * tokens if linear else 0
     vision = getattr(config, "vision_config", None)
     return language + (0 if vision is None else _tower_flops(vision, image_patches))
 

@@ -36,12 +36,12 @@ def topk_of_chunks(chunks: Iterable[Tensor], k: int, temperature: float) -> Topk
     Raises:
         ValueError: k is not in 1 to V.
     """
-    found = []
+    top = []
     for logits in chunks:
         if not 1 <= k <= logits.shape[1]:
             raise ValueError(f"k: expected 1 to {logits.shape[1]}, the size of the vocabulary, got {k}")
-        found.append((logits.float() / temperature).log_softmax(1).topk(k))
-    return TopkLogprobs(torch.cat([x.values for x in found]), torch.cat([x.indices for x in found]).int())
+        top.append((logits.float() / temperature).log_softmax(1).topk(k))
+    return TopkLogprobs(torch.cat([x.values for x in top]), torch.cat([x.indices for x in top]).int())
 
 
 def apply_to_logits(function: LogitFunction, logits: Tensor, unpadded: Mapping[str, Tensor]) -> Tensor:
@@ -148,8 +148,8 @@ class _FromHiddenStates(torch.autograd.Function):
             with torch.autocast(hidden.device.type, enabled=False):
                 logits = linear(hidden[rows], weight, bias).requires_grad_()
                 with torch.enable_grad():
-                    kept = logits if suppress is None else suppress_tokens(logits, suppress)
-                    values = ctx.function(kept, unpadded)
+                    suppressed = logits if suppress is None else suppress_tokens(logits, suppress)
+                    values = ctx.function(suppressed, unpadded)
                 (grad_logits,) = torch.autograd.grad(values, logits, grad[rows].to(values.dtype))
                 grad_hidden[rows] = grad_logits @ weight
                 if grad_weight is not None:

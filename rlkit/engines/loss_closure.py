@@ -60,8 +60,8 @@ def compute_loss(loss_fn: LossFn, out: Outputs, micro_batch: Batch) -> tuple[Ten
 def sum_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Metrics of all micro-batches: summed, or the maximum for names that end in "/max"."""
     totals: dict[str, Tensor] = {}
-    for of_micro_batch in metrics:
-        for name, value in of_micro_batch.items():
+    for micro_batch_metrics in metrics:
+        for name, value in micro_batch_metrics.items():
             if name in totals:
                 value = torch.maximum(totals[name], value) if name.endswith("/max") else totals[name] + value
             totals[name] = value

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rlkit.engines.distributed import local_part
+
 BLOCK_BYTES = 1 << 26  # of host memory; a power of two, because torch rounds pinned allocations up to one
 
 
@@ -62,9 +64,9 @@ class Offloaded:
 def own_memory(tensors: Iterable[Tensor]) -> None:
     """Give tensors that are mapped from a file memory that can be given back; only those of a CPU are mapped."""
     for tensor in tensors:
-        tensor = getattr(tensor, "_local_tensor", tensor)
-        if not tensor.untyped_storage().resizable():
-            tensor.data = tensor.clone()
+        local = local_part(tensor)
+        if not local.untyped_storage().resizable():
+            local.data = local.clone()
 
 
 def without_memory_of(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ the hidden states by default, and computes the head at every position.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,7 +113,11 @@ def head_name(model: Any) -> str:
 
 
 def load_value_model(
-    path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, on_meta: bool = False
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    on_meta: bool = False,
 ) -> Any:
     """Load a value model: an export with its trained head, a classifier with one label (as most reward models on the
     hub are), or any causal LM or VLM with a new head of zeros.
@@ -123,6 +128,7 @@ def load_value_model(
         ValueError: as `rlkit.vlm.load_model`; weights of an export that are missing or have other shapes; a classifier
             with several labels.
     """
+    path = str(path)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     config = load_config(path, trust_remote_code=trust_remote_code)
     if is_classifier(config) and config.num_labels != 1:

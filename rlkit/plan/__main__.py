@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu", default="h100-80gb", help="default: h100-80gb; pass an unknown name to list all")
     parser.add_argument("--gpus_per_node", type=int, default=8, help="GPUs per machine; default: 8")
     parser.add_argument(
-        "--image_tokens", type=int, help="image tokens per prompt; default: an image that fills the prompt"
+        "--image_tokens", type=int, help="tokens of images or videos in a prompt; default: an image that fills it"
     )
     parser.add_argument("--no_advice", action="store_true", help="do not search for options that make the run fit")
     options, rest = parser.parse_known_args(arguments)

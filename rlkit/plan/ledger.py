@@ -62,8 +62,8 @@ class Ledger:
 
     def resized(self, storage: Any) -> None:
         """Count the new size of a storage that was resized in place."""
-        if (found := self._storages.get(storage._cdata)) is not None:
-            reference, size, kind = found
+        if (entry := self._storages.get(storage._cdata)) is not None:
+            reference, size, kind = entry
             self._add(kind, -size)
             kind = GATHERED if kind == OTHER else kind
             self._storages[storage._cdata] = (reference, storage.nbytes(), kind)

@@ -89,7 +89,7 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
     for stage in range(dims.pipeline):
         resident = _resident(roles, trained, dims, world, stage)
         stages.append((_phases(cfg, roles, trained, dims, workload, micro_batch, stage, resident), resident))
-    peaks, resident = max(stages, key=lambda found: max(sum(kinds.values()) for kinds in found[0].values()))
+    peaks, resident = max(stages, key=lambda stage: max(sum(kinds.values()) for kinds in stage[0].values()))
     sizes = [(p.numel(), p.requires_grad) for p in (trained.get("policy") or trained["critic"]).parameters()]
     return Rehearsal(
         peaks=peaks,
@@ -240,7 +240,7 @@ def gradient_bytes(stage: StageParameters) -> int:
 # --- activations
 
 
-def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch, *, width: int = WEIGHT) -> int:
+def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch) -> int:
     """Bytes that one layer saves for its backward pass on one rank, without recomputation.
 
     The saved numbers per token of this rank, in a layer with H hidden units, Q query units (heads times head size D), K
@@ -262,7 +262,6 @@ def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch, *, wid
         config: of the transformers model.
         dims: degrees of parallelism.
         micro_batch: the largest of a rank.
-        width: bytes of a number.
     """
     text = config.get_text_config()
     hidden, heads, tensor = text.hidden_size, text.num_attention_heads, dims.tensor
@@ -280,8 +279,8 @@ def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch, *, wid
     if is_moe(text):
         routed = tokens / sharing * text.num_experts_per_tok
         numbers += routed * (hidden + 6 * text.moe_intermediate_size)
-        return round(width * numbers + tokens / sharing * 8 * text.num_experts)  # float32 logits and probabilities
-    return round(width * (numbers + tokens * 5 * text.intermediate_size / tensor))
+        return round(WEIGHT * numbers + tokens / sharing * 8 * text.num_experts)  # float32 logits and probabilities
+    return round(WEIGHT * (numbers + tokens * 5 * text.intermediate_size / tensor))
 
 
 def activation_bytes(
@@ -293,12 +292,12 @@ def activation_bytes(
     layer keeps its input only, and one layer at a time has all of its activations.
     """
     text = config.get_text_config()
-    layers, one = text.num_hidden_layers // dims.pipeline, layer_bytes(config, dims, micro_batch)
+    layers, of_layer = text.num_hidden_layers // dims.pipeline, layer_bytes(config, dims, micro_batch)
     sharing = dims.tensor if dims.sequence_parallel else 1
     hidden = WEIGHT * micro_batch.tokens // dims.context * text.hidden_size
-    kept = layers * hidden // sharing if cfg.enable_gradient_checkpointing else layers * one
+    kept = layers * hidden // sharing if cfg.enable_gradient_checkpointing else layers * of_layer
     in_flight = min(dims.pipeline - stage, micro_batch.count)
-    total = in_flight * kept + (one if cfg.enable_gradient_checkpointing else 0)
+    total = in_flight * kept + (of_layer if cfg.enable_gradient_checkpointing else 0)
     if has_vision(config) and stage == 0 and not cfg.freeze_vision_tower:
         images = -(-micro_batch.tokens // (workload.prompt + workload.group_size * workload.answer))
         total += in_flight * images * tower_bytes(config, workload.image_patches(config))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
+from rlkit.engines.distributed import local_part
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses import jsd_loss, token_mean
@@ -104,26 +105,47 @@ def _models(cfg: Any, roles: Roles) -> dict[str, Any]:
 
 
 def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, image_tokens: int | None) -> Rehearsal:
-    main_config = roles.policy or roles.critic
-    ledger.logits_width = main_config.get_text_config().vocab_size
-    engines, counts = dict[str, Any](), dict[str, tuple[int, int, int]]()
+    config, counts = roles.policy or roles.critic, _counts(models.get("policy") or models["critic"])
+    ledger.logits_width = config.get_text_config().vocab_size
+    engines = _build_engines(cfg, models, ledger)
+    first = engines.get("policy") or engines["critic"]
+    workload = longest_batch(cfg, config, first.data_parallel_size, image_tokens)
+    batch = largest_micro_batches(workload, config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
+    _run_phases(cfg, roles, engines, batch, ledger)
+    return Rehearsal(
+        peaks={phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()},
+        resident=ledger.bytes,
+        host=sum(getattr(engine, "host_bytes", 0) for engine in engines.values()),
+        parameters=counts.parameters,
+        trainable=counts.trainable,
+        largest_tensor=counts.largest_tensor,
+        workload=workload,
+        data_parallel_size=first.data_parallel_size,
+    )
+
+
+def _build_engines(cfg: Any, models: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
+    """The engines by role. Their weights are marked in the ledger."""
+    engines: dict[str, Any] = {}
     for name, model in models.items():
         without_memory(model)
-        counts[name] = _counts(model)
         kind = "value_model" if name == "critic" else "language_model"
         options = {**_options(cfg, model.config), "model": model}
         if name == "reference":
             engines[name] = make_engine(cfg.engine, kind, **options)
         else:
-            engines[name] = training_engine(cfg, kind, lr=0.0, updates=1, fused=True, **options)
+            engines[name] = training_engine(cfg, kind, lr=0.0, optimizer_steps=1, fused=True, **options)
         kept = "reference" if name == "reference" else "parameters"
         ledger.mark(kept, local(engines[name].module.parameters()))
     for engine in engines.values():
         use_packed_vision_attention(engine.base, engine.config)
         use_planned_attention()
+    return engines
+
+
+def _run_phases(cfg: Any, roles: Roles, engines: dict[str, Any], batch: Batch, ledger: Ledger) -> None:
+    """One step: the reference's log-probabilities, training, and weights for the sampler."""
     first = engines.get("policy") or engines["critic"]
-    workload = longest_batch(cfg, main_config, first.data_parallel_size, image_tokens)
-    batch = largest_micro_batches(workload, main_config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
     functions = {}
     if roles.whole_vocabulary:
         functions["divergence"] = _divergence(engines["reference"], batch, ledger)
@@ -140,10 +162,6 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
             _train(engines[name], batch, ledger, prefix, functions if name == "policy" else {})
     if hasattr(cfg, "rollout"):
         _send_weights(first, cfg, ledger)
-    total, largest, trainable = counts["policy" if "policy" in models else "critic"]
-    peaks = {phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()}
-    host = sum(getattr(engine, "host_bytes", 0) for engine in engines.values())
-    return Rehearsal(peaks, ledger.bytes, host, total, trainable, largest, workload, first.data_parallel_size)
 
 
 def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
@@ -177,10 +195,17 @@ def _options(cfg: Any, config: Any) -> dict[str, Any]:
     return {"device": "cpu", "compute_dtype": torch.bfloat16, **shared_options(cfg, None), **suppressed}
 
 
-def _counts(model: Any) -> tuple[int, int, int]:
-    """Number of parameters, number of elements of the largest one, and number of trained parameters."""
+class Counts(NamedTuple):
+    """Numbers of elements of a model's parameters: of all, of those that are trained, of the largest one."""
+
+    parameters: int
+    trainable: int
+    largest_tensor: int
+
+
+def _counts(model: Any) -> Counts:
     sizes = [p.numel() for p in model.parameters()]
-    return sum(sizes), max(sizes), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Counts(sum(sizes), sum(p.numel() for p in model.parameters() if p.requires_grad), max(sizes))
 
 
 def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Mapping[str, Any]) -> None:
@@ -232,7 +257,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def local(tensors: Iterable[Any]) -> list[Tensor]:
     """This rank's shards of DTensors; other tensors as they are."""
-    return [getattr(x, "_local_tensor", x) for x in tensors]
+    return [local_part(x) for x in tensors]
 
 
 def empty(config: Any, dtype: torch.dtype) -> Any:

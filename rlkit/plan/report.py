@@ -13,6 +13,7 @@ from rlkit.plan.fit import GIB, Plan
 from rlkit.plan.hardware import HOST_BYTES_PER_SECOND, USABLE
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.roofline import costs, link_bandwidth
+from rlkit.plan.workload import Workload
 from rlkit.runs.options import sends_adapters
 
 KINDS = [
@@ -33,15 +34,15 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
     """The whole plan: tables of memory and time, and whether the run fits."""
     import transformers
 
-    config, found, gpu = roles.policy or roles.critic, plan.rehearsal, plan.gpu
-    workload = found.workload
+    config, rehearsal, gpu = roles.policy or roles.critic, plan.rehearsal, plan.gpu
+    workload = rehearsal.workload
     lines = [
-        f"{config.model_type}: {found.parameters / 1e9:.2f}B parameters, {found.trainable / 1e9:.3f}B trained, on "
-        f"{world} x {gpu.name}; planned without a GPU, with torch {torch.__version__}, transformers "
+        f"{config.model_type}: {rehearsal.parameters / 1e9:.2f}B parameters, {rehearsal.trainable / 1e9:.3f}B trained, "
+        f"on {world} x {gpu.name}; planned without a GPU, with torch {torch.__version__}, transformers "
         f"{transformers.__version__}, Python {platform.python_version()}",
         f"each rank: {workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
         f"{workload.group_size} answers of {workload.answer} tokens to each",
-        *(["not planned: the GPUs of the teacher's servers"] if getattr(cfg, "teacher_servers", ()) else []),
+        *(f"not planned: {part}" for part in not_planned(cfg, config, workload)),
         "",
         "GiB a rank, at the peak of each phase"
         + ("; Megatron is not rehearsed: an estimate by arithmetic" if cfg.engine == "megatron" else ""),
@@ -57,9 +58,23 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
     return "\n".join(lines)
 
 
+def not_planned(cfg: Any, config: Any, workload: Workload) -> list[str]:
+    """What a run takes that is in none of the numbers.
+
+    Tokens of videos count as those of images: for each, the vision tower encodes as many patches.
+    """
+    towers = []
+    if workload.image_tokens and not workload.image_patches(config):
+        towers.append("the vision tower, whose patches are not known here")
+    if getattr(config, "audio_config", None) is not None:
+        towers.append("the audio tower")
+    parts = [f"activations and FLOPs of {' and '.join(towers)}"] if towers else []
+    return ["the GPUs of the teacher's servers", *parts] if getattr(cfg, "teacher_servers", ()) else parts
+
+
 def memory_table(phases: dict[str, dict[str, int]]) -> str:
     """GiB by phase and kind, as a Markdown table."""
-    kinds = [kind for kind in KINDS if any(one.get(kind) for one in phases.values())]
+    kinds = [kind for kind in KINDS if any(sizes.get(kind) for sizes in phases.values())]
     rows = [["phase", *kinds, "sum"], ["---", *["---:"] * (len(kinds) + 1)]]
     for name, sizes in phases.items():
         rows.append([name, *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{sum(sizes.values()) / GIB:.1f}"])
@@ -76,10 +91,10 @@ def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[st
     Loading: each rank reads its slices of one tensor after the other. Export: rank 0 holds the content of one file.
     vLLM that is sent adapters alone keeps its base model there while it sleeps.
     """
-    found, ranks = plan.rehearsal, min(world, gpus_per_node)
-    loading = ranks * (4 if cfg.dtype == "float32" else 2) * found.largest_tensor
-    export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
-    offloaded = {"weights and optimizer, between phases": ranks * found.host} if found.host else {}
+    rehearsal, ranks = plan.rehearsal, min(world, gpus_per_node)
+    loading = ranks * (4 if cfg.dtype == "float32" else 2) * rehearsal.largest_tensor
+    export = (4 if cfg.export_dtype == "float32" else 2) * rehearsal.parameters
+    offloaded = {"weights and optimizer, between phases": ranks * rehearsal.host} if rehearsal.host else {}
     if sends_adapters(cfg) and cfg.rollout == "vllm":
         offloaded["vLLM's base model, while it sleeps"] = ranks * plan.sampler.weights
     return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded}
@@ -105,7 +120,7 @@ def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: in
     total = 0.0
     for name, cost in phases.items():
         seconds = cost.seconds(plan.gpu, link)
-        limit = max(seconds, key=lambda one: seconds[one])
+        limit = max(seconds, key=lambda resource: seconds[resource])
         total += seconds[limit]
         numbers = f"{cost.flops / 1e12:.0f} | {cost.memory / 1e9:.0f} | {cost.link / 1e9:.0f} | {seconds[limit]:.1f}"
         rows.append(f"| {name} | {numbers} | {limit} |")

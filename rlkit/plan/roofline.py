@@ -9,7 +9,7 @@ completely and run at the speed of the data sheet. A compute-bound phase at 40 %
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit.engines.flops import forward_flops
 from rlkit.engines.megatron.supported import ParallelDims
@@ -77,43 +77,78 @@ def costs(
         has_reference: whether a reference model, or the policy without its adapters, scores all rows.
         models: number of trained models: 2 with a critic, which is assumed to have the policy's size.
     """
+    step = _step_size(cfg, config, rehearsal, world)
+    phases = {}
+    samples = hasattr(cfg, "rollout")
+    if samples and cfg.max_new_tokens:
+        phases["generate"] = _generation_cost(cfg, config, rehearsal.workload, sampler, step.weights)
+    if has_reference:
+        phases["reference"] = _reference_cost(cfg, config, rehearsal, step)
+    phases["train"] = _training_cost(cfg, config, rehearsal, step, world, models)
+    if samples:
+        phases["weight sync"] = _sync_cost(cfg, rehearsal, step)
+    return phases
+
+
+class _StepSize(NamedTuple):
+    """Sizes of a step on which several phases depend.
+
+    Attributes:
+        forward: FLOPs of one forward pass over all rows of a rank.
+        micro_batches: number of micro-batches of a rank.
+        weights: bytes of the policy's weights in 16 bits.
+        others: share of a sharded model that is on the other ranks.
+    """
+
+    forward: float
+    micro_batches: int
+    weights: int
+    others: float
+
+
+def _step_size(cfg: Any, config: Any, rehearsal: Rehearsal, world: int) -> _StepSize:
     workload, model_parallel = rehearsal.workload, world // rehearsal.data_parallel_size
-    forward = rank_flops(config, workload) / model_parallel
     tokens = workload.prompts * (workload.prompt + workload.group_size * workload.answer)
     micro_batches = max(1, -(-tokens // max(cfg.micro_batch_tokens, workload.prompt + workload.answer)))
-    weights = HALF * rehearsal.parameters
-    others = (world - 1) / world
+    forward = rank_flops(config, workload) / model_parallel
+    return _StepSize(forward, micro_batches, HALF * rehearsal.parameters, (world - 1) / world)
+
+
+def _training_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize, world: int, models: int) -> Cost:
+    """All updates of all trained models.
+
+    What is offloaded between phases, of all models, is brought back and put away at least once a step.
+    """
     updates = getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
     backward = 1 if cfg.lora_rank else 2
     passes = 1 + backward + cfg.enable_gradient_checkpointing
-    trained = {
-        "flops": passes * forward * updates,
-        "memory": micro_batches * updates * passes * weights + 28 * rehearsal.trainable / world * updates,
-        # weights are gathered for forward and backward, gradients reduced in float32
-        "link": others * micro_batches * updates * (2 * weights + 4 * rehearsal.trainable),
-    }
+    memory = step.micro_batches * passes * step.weights + 28 * rehearsal.trainable / world
     if cfg.engine == "megatron":
-        trained["link"] = link_bytes(cfg, config, rehearsal, world) * updates
-    found = {"generate": _generation(cfg, config, workload, sampler, weights)} if hasattr(cfg, "rollout") else {}
-    if not getattr(cfg, "max_new_tokens", 0):
-        found = {}
-    if has_reference:
-        gathered = others * micro_batches * weights
-        if cfg.engine == "megatron":
-            gathered = activation_link_bytes(config, ParallelDims(**cfg.parallel), workload, forwards=1, backwards=0)
-        found["reference"] = Cost(forward, micro_batches * weights, gathered)
-    # what is offloaded between phases, of all models, is brought back and put away at least once a step
-    found["train"] = Cost(**{name: models * x for name, x in trained.items()}, host=2 * rehearsal.host)
-    if not hasattr(cfg, "rollout"):  # a recipe that does not sample, such as reward_model.py
-        return found
+        link = link_bytes(cfg, config, rehearsal, world)
+    else:  # weights are gathered for forward and backward, gradients reduced in float32
+        link = step.others * step.micro_batches * (2 * step.weights + 4 * rehearsal.trainable)
+    repeats = models * updates
+    return Cost(repeats * passes * step.forward, repeats * memory, repeats * link, host=2 * rehearsal.host)
+
+
+def _reference_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize) -> Cost:
+    """One forward pass over all rows."""
+    link: float = step.others * step.micro_batches * step.weights
+    if cfg.engine == "megatron":
+        dims = ParallelDims(**cfg.parallel)
+        link = activation_link_bytes(config, dims, rehearsal.workload, forwards=1, backwards=0)
+    return Cost(step.forward, step.micro_batches * step.weights, link)
+
+
+def _sync_cost(cfg: Any, rehearsal: Rehearsal, step: _StepSize) -> Cost:
+    """Gathering of the policy's weights, or of its adapters alone, for the sampler."""
     adapters = sends_adapters(cfg)
     gathered = HALF * (rehearsal.trainable if adapters else rehearsal.parameters)
-    put_away = 2 * weights if adapters and cfg.rollout == "vllm" else 0  # vLLM's base model, while the trainer works
-    found["weight sync"] = Cost(memory=2 * gathered, link=others * gathered, host=put_away)
-    return found
+    put_away = 2 * step.weights if adapters and cfg.rollout == "vllm" else 0  # vLLM's base model, as the trainer works
+    return Cost(memory=2 * gathered, link=step.others * gathered, host=put_away)
 
 
-def _generation(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemory, weights: int) -> Cost:
+def _generation_cost(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemory, weights: int) -> Cost:
     """Prefill of each prompt once, then one read of the weights and of the KV cache for each token of an answer.
 
     For servers it assumes one sampling GPU per rank, of the same kind.

@@ -22,7 +22,7 @@ class Workload:
 
     Attributes:
         prompt, answer: number of tokens.
-        image_tokens: how many tokens of a prompt are image tokens.
+        image_tokens: how many tokens of a prompt are those of images, or of videos.
         prompts: number of prompts.
         group_size: answers to each prompt.
     """
@@ -81,24 +81,23 @@ def longest_batch(cfg: Any, config: Any, data_parallel_size: int, image_tokens: 
     return Workload(length, answer, even, prompts, getattr(cfg, "group_size", 1))
 
 
-def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share_prompts: bool, most: int = 2) -> Batch:
-    """A batch with placeholder tokens that fills the largest micro-batches of a rank.
+def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share_prompts: bool) -> Batch:
+    """A batch with placeholder tokens that fills the two largest micro-batches of a rank.
 
-    Two micro-batches by default: the second backward pass runs while the gradients of the first exist.
+    Two, because the second backward pass runs while the gradients of the first exist.
 
     Args:
         workload: rows of one rank.
         config: configuration of the model.
         budget: `micro_batch_tokens`.
         share_prompts: as in the engine.
-        most: largest number of micro-batches.
     """
-    rows_needed = most * (budget // max(1, workload.answer) + 1)
+    rows_needed = 2 * (budget // max(1, workload.answer) + 1)
     prompts = min(workload.prompts, rows_needed // workload.group_size + 1)
     samples = [row for number in range(prompts) for row in _group(workload, config, number)]
     batch = collate(samples)
     pieces = [rows for rows, _ in micro_batches(batch, budget, config, share_prompts=share_prompts)]
-    return batch.select(sorted(row for rows in pieces[:most] for row in rows))
+    return batch.select(sorted(row for rows in pieces[:2] for row in rows))
 
 
 def _group(workload: Workload, config: Any, number: int) -> Sequence[Sample]:

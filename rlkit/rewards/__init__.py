@@ -23,7 +23,6 @@ from rlkit.rewards.rules import (
 from rlkit.rewards.scoring import (
     combine,
     judged,
-    judged_accuracy,
     judging_problem,
     part_means,
     reward_stats,
@@ -42,7 +41,6 @@ __all__ = [
     "exact_match",
     "isolated",
     "judged",
-    "judged_accuracy",
     "judging_problem",
     "matches",
     "maths_reward",

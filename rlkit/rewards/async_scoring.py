@@ -69,14 +69,14 @@ class Judge:
             A run logs these as `time/judging`; `time/reward` is the time that the run waited.
         """
         taken, self.under_way = sorted(self.under_way.items()), {}
-        found = {
+        judged = {
             i: one.result() if isinstance(one, Future) else _judge(self.reward, one, self.failures) for i, one in taken
         }
         self.failures.log_repeated()
         self.reasons = self.failures.take()
         if self.group is not None:
-            found, self.reasons = _of_all_ranks(found, self.reasons, self.group)
-        return _together(self.reward, [found[i] for i in sorted(found)])
+            judged, self.reasons = _of_all_ranks(judged, self.reasons, self.group)
+        return _together(self.reward, [judged[i] for i in sorted(judged)])
 
 
 def score_as_written(
@@ -111,12 +111,13 @@ def score_as_written(
 
     async def judge_all(under_way: list[Future[list[Sample]]]) -> tuple[list[Sample], Tensor, dict[str, Tensor], float]:
         try:
-            found = await asyncio.gather(*map(judge, under_way))
+            groups = await asyncio.gather(*map(judge, under_way))
         finally:
             for sampled in under_way:
                 sampled.cancel()  # a finished request stays as it is
             counted.log_repeated()
-        return [sample for group, _ in found for sample in group], *_together(reward, [one for _, one in found])
+        samples = [sample for group, _ in groups for sample in group]
+        return samples, *_together(reward, [judged for _, judged in groups])
 
     def submit_judged(prompts: Sequence[Sample], sampling: Any, n: int = 1) -> Future:
         return asyncio.run_coroutine_threadsafe(judge_all([submit([p], sampling, n) for p in prompts]), loop)
@@ -129,18 +130,18 @@ def _judge(reward: Reward, samples: Sequence[Sample], failures: Failures) -> Jud
     return *score_parts(reward, samples, failures=failures), start, time.perf_counter()
 
 
-def _of_all_ranks(found: dict[int, Judged], reasons: str, group: dist.ProcessGroup) -> tuple[dict[int, Judged], str]:
+def _of_all_ranks(judged: dict[int, Judged], reasons: str, group: dist.ProcessGroup) -> tuple[dict[int, Judged], str]:
     """What each rank of a group judged, by prompt, and the reasons of all."""
     gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, (found, reasons), group=group)
-    everything = {i: judged for ranks_found, _ in gathered for i, judged in ranks_found.items()}
+    dist.all_gather_object(gathered, (judged, reasons), group=group)
+    everything = {i: one for of_rank, _ in gathered for i, one in of_rank.items()}
     return everything, "; ".join(why for _, why in gathered if why)
 
 
-def _together(reward: Reward, found: Sequence[Judged]) -> tuple[Tensor, dict[str, Tensor], float]:
-    if not found:
+def _together(reward: Reward, judged: Sequence[Judged]) -> tuple[Tensor, dict[str, Tensor], float]:
+    if not judged:
         return *score_parts(reward, []), 0.0
-    rewards, parts, starts, ends = zip(*found, strict=True)
+    rewards, parts, starts, ends = zip(*judged, strict=True)
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return torch.cat(rewards), joined, covered(starts, ends)
 

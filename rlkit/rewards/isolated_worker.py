@@ -38,7 +38,7 @@ def main(questions: int, verdicts: int) -> None:
     def say(x: object) -> None:
         os.write(verdicts, json.dumps(x).encode() + b"\n")
 
-    own = os.getpid()
+    own_pid = os.getpid()
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(questions, "rb") as stream:
         path, pickled, memory = pickle.load(stream)
@@ -60,7 +60,7 @@ def main(questions: int, verdicts: int) -> None:
                 value = None if value is None else float(value)
             except BaseException as error:  # SystemExit among them
                 problem = describe(error)
-            if os.getpid() != own:  # the reward has forked, and this is the child
+            if os.getpid() != own_pid:  # the reward has forked, and this is the child
                 os._exit(0)
             say([value, problem])
 

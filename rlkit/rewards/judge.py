@@ -42,8 +42,8 @@ Explain in a few sentences. Then end with a line "Score: n"."""
 
 def last_score(reply: str, highest: float = 10.0) -> float | None:
     """The number after the last `Score:`, divided by `highest`; None without one, or outside 0 to `highest`."""
-    found = re.findall(r"\bscore\s*+(?:\*\*)?\s*+:\s*+(?:\*\*)?\s*+(-?\d++(?:\.\d+)?)", reply, re.IGNORECASE)
-    value = float(found[-1]) / highest if found else math.nan
+    scores = re.findall(r"\bscore\s*+(?:\*\*)?\s*+:\s*+(?:\*\*)?\s*+(-?\d++(?:\.\d+)?)", reply, re.IGNORECASE)
+    value = float(scores[-1]) / highest if scores else math.nan
     return value if 0 <= value <= 1 else None
 
 

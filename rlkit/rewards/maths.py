@@ -46,10 +46,10 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
     gold = final_answer(str(row["answer"])) if row.get("answer") is not None else None
     if gold is None:
         raise ValueError(f"{row.get('where', 'row')}: answer: expected text or a number, got {row.get('answer')!r}")
-    found = final_answer(text)
-    if found is None:
+    answer = final_answer(text)
+    if answer is None:
         return 0.0
-    same = same_answer(found[0], gold[0], boxed=found[1], seconds=SECONDS)
+    same = same_answer(answer[0], gold[0], boxed=answer[1], seconds=SECONDS)
     return None if same is None else float(same)
 
 
@@ -60,9 +60,9 @@ def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
     """
     if row.get("answer") is None:
         return None
-    found, gold = final_answer(text), final_answer(str(row["answer"]))
+    answer, gold = final_answer(text), final_answer(str(row["answer"]))
     right = gold[0] if gold is not None and gold[1] else str(row["answer"])
-    return float(found is not None and found[1] and _words(found[0]) == _words(right))
+    return float(answer is not None and answer[1] and _words(answer[0]) == _words(right))
 
 
 def _words(text: str) -> str:

@@ -55,10 +55,10 @@ def verdict(answer: str, gold: str, boxed: bool) -> bool | None:
     from math_verify import verify
 
     gold_text, text = cleaned(gold), cleaned(answer)
-    wanted, found = parsed(gold_text), parsed(text)
+    wanted, given = parsed(gold_text), parsed(text)
     if not boxed:  # in running text, formulas stand between dollars, or are numbers
-        found = found + parsed(text, boxed=False)
-    if verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True):
+        given = given + parsed(text, boxed=False)
+    if verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True):
         return True
     return False if any(not isinstance(part, str) for part in wanted) else None
 
@@ -73,15 +73,15 @@ def main(questions: int, verdicts: int) -> None:
             answer, gold, boxed, seconds = json.loads(line)
             signal.alarm(2 + math.ceil(5 * seconds))
             try:
-                found = verdict(answer, gold, boxed)
+                is_equal = verdict(answer, gold, boxed)
             except (MemoryError, RecursionError):
-                found = None
+                is_equal = None
             signal.alarm(0)
-            os.write(verdicts, json.dumps(found).encode() + b"\n")
+            os.write(verdicts, json.dumps(is_equal).encode() + b"\n")
 
 
 if __name__ == "__main__":
     sys.setrecursionlimit(10_000)
-    own = os.dup(1)
+    own_output = os.dup(1)
     os.dup2(2, 1)  # output of a library must not be read as a verdict
-    main(0, own)
+    main(0, own_output)

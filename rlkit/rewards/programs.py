@@ -85,6 +85,6 @@ def extract_program(text: str) -> str:
     text = text.rpartition("</think>")[2]
     blocks = re.findall(r"^```[ \t]*+(\w*+)[^\n]*+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     for marks in (("python", "py", "python3"), ("",)):
-        if found := [code for mark, code in blocks if mark.lower() in marks]:
-            return found[-1]
+        if programs := [code for mark, code in blocks if mark.lower() in marks]:
+            return programs[-1]
     return text

@@ -107,8 +107,8 @@ def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) 
         raise ValueError(f"n: expected at least 1, got {n}")
 
     def reward(text: str, row: Row) -> float:
-        found = words(text) if words else text.lower().split()
-        grams = list(zip(*(found[i:] for i in range(n)), strict=False))
+        tokens = words(text) if words else text.lower().split()
+        grams = list(zip(*(tokens[i:] for i in range(n)), strict=False))
         return len(set(grams)) / len(grams) - 1 if grams else 0.0
 
     return reward
@@ -129,8 +129,8 @@ def choice_letter(text: str) -> str | None:
     is_word = r"(?-i:[aiI])[ \t]+\w"
     letter = rf"[\s*(\[{{]*+(?:\\(?:text|textbf|mathrm|mathbf)\{{)?[\s(]*+(?!{is_word})([A-J])(?![\w'])"
     marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|:)(?:\*\*)?:?{letter}"
-    if found := list(re.finditer(marked, text, re.IGNORECASE)):
-        return next(group for group in found[-1].groups() if group).upper()
+    if matches := list(re.finditer(marked, text, re.IGNORECASE)):
+        return next(group for group in matches[-1].groups() if group).upper()
     alone = re.match(r"[\s*(]*([A-J])(?:[\s*).]*$|[).:]\**\s)", text)
     return alone[1] if alone else None
 
@@ -162,16 +162,16 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
         right = _last_number(str(row["answer"]))
         if right is None:
             raise ValueError(f"{row.get('where', 'row')}: answer: expected a number, got {row['answer']!r}")
-        found = _last_number(text)
-        return float(found is not None and abs(found - right) <= max(relative * abs(right), absolute))
+        number = _last_number(text)
+        return float(number is not None and abs(number - right) <= max(relative * abs(right), absolute))
 
     return reward
 
 
 def _last_number(text: str) -> float | None:
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
-    found = re.findall(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
-    return float(found[-1]) if found else None
+    numbers = re.findall(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
+    return float(numbers[-1]) if numbers else None
 
 
 def squad_normalise(text: str) -> str:
@@ -218,8 +218,8 @@ def parse_boxes(text: str) -> list[list[float]]:
     A box with a number that is too large for a float is left out.
     """
     number = r"\s*+([-+]?(?:\d++(?:\.\d*+)?|\.\d++))\s*+"
-    found = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition("</think>")[2])
-    boxes = ([float(x) for x in box] for box in found)
+    matches = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition("</think>")[2])
+    boxes = ([float(x) for x in match] for match in matches)
     return [box for box in boxes if all(map(math.isfinite, box))]
 
 
@@ -261,8 +261,8 @@ def boxes_iou(text: str, row: Row) -> float | None:
         wanted = np.empty(0)
     if wanted.ndim != 2 or wanted.shape[1] != 4:
         raise ValueError(f"{row.get('where', 'row')}: answer: expected boxes [x1, y1, x2, y2], got {answer!r}")
-    found = parse_boxes(text)
-    if not found or not len(wanted):
-        return float(len(found) == len(wanted))
-    overlaps = box_iou(found, wanted)
+    boxes = parse_boxes(text)
+    if not boxes or not len(wanted):
+        return float(len(boxes) == len(wanted))
+    overlaps = box_iou(boxes, wanted)
     return float(overlaps[linear_sum_assignment(overlaps, maximize=True)].sum() / max(overlaps.shape))

@@ -39,15 +39,15 @@ def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failur
             judge).
         failures: counts the reasons why samples are not judged; by default those of this call.
     """
-    own = Failures("reward") if failures is None else failures
-    judge = partial(_judge, reward, own)
+    counted = Failures("reward") if failures is None else failures
+    judge = partial(_judge, reward, counted)
     if threads == 1:  # in this thread: a reward may use signals
         values = [judge(sample) for sample in samples]
     else:
         with ThreadPoolExecutor(threads) as pool:
             values = list(pool.map(judge, samples))
     if failures is None:
-        own.log_repeated()
+        counted.log_repeated()
     return torch.tensor(values, dtype=torch.float32)
 
 
@@ -72,35 +72,6 @@ def judged(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
     return [replace(sample, reward=value) for sample, value in pairs if not math.isnan(value)]
 
 
-def judged_accuracy(
-    rewards: Tensor, global_sum: Callable[[Tensor], Tensor], *, max_failed_rewards: float = 1.0, reasons: str = ""
-) -> dict[str, float]:
-    """The mean reward of the answers that could be judged, over all ranks, and how many could not.
-
-    Args:
-        rewards: [B], one answer to each of this rank's held-out rows; nan where it could not be judged.
-        global_sum: the engine's; all ranks call this together.
-        max_failed_rewards: largest share of the answers that may have no reward.
-        reasons: why they have none, for the error: `Judge.reasons`, or `Failures.take()`.
-
-    Returns:
-        `accuracy`, nan without a judged answer; `judged` and `unjudged`, counts.
-
-    Raises:
-        ValueError: a larger share could not be judged: the mean of the others would say little.
-    """
-    known = ~rewards.isnan()
-    sums = torch.stack([rewards.double().nansum(), known.sum().double(), torch.tensor(float(len(rewards)))])
-    total, judged, answers = global_sum(sums.double()).tolist()
-    if answers and (problem := judging_problem(answers, judged, max_failed_rewards, reasons)):
-        raise ValueError(f"held-out {problem}")
-    return {
-        "accuracy": total / judged if judged else math.nan,
-        "judged": int(judged),
-        "unjudged": int(answers - judged),
-    }
-
-
 def judging_problem(
     answers: float, judged: float, max_failed_rewards: float, reasons: str = "", skipped: Sequence[str] = ()
 ) -> str:
@@ -109,7 +80,7 @@ def judging_problem(
     Args:
         answers, judged: how many answers there are, and how many have a reward, over all ranks.
         max_failed_rewards: largest share of the answers that may have no reward.
-        reasons: why some have none, see `judged_accuracy`.
+        reasons: why some have none: `Judge.reasons`, or `Failures.take()`.
         skipped: why rows have no prompt, from `encode_prompts`.
     """
     if judged >= max(1.0, (1 - max_failed_rewards) * answers):

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from rlkit.rollout.agent import Observation, run_episodes
@@ -66,7 +67,7 @@ def make_rollout(
     gathered: Any = None,
     *,
     processor: Any,
-    model: str | None = None,
+    model: str | Path | None = None,
     urls: Sequence[str] = (),
     gpu_memory_utilization: float = 0.8,
     model_parallel_group: Any = None,

@@ -34,7 +34,7 @@ from rlkit.data.user_code import Failures
 from rlkit.rollout.background import in_daemon_thread, start_event_loop
 from rlkit.rollout.sampling import OnFinished, Sampling, sample_name, sampling_per_request
 from rlkit.rollout.shared_rows import call_on_one_rank
-from rlkit.vlm.chat_template import encode_observation
+from rlkit.vlm.chat_template import encode_observation, template_options
 from rlkit.vlm.images import load_image
 
 GRACE_SECONDS = 10.0  # after its timeout, until a step that blocks the event loop is abandoned
@@ -108,8 +108,8 @@ def run_episodes(
     failures = Failures("tool") if failures is None else failures
     params = sampling_per_request(sampling, requests)
     token_limits = [
-        _token_limit(request, one, max_tokens, max_response_tokens)
-        for request, one in zip(requests, params, strict=True)
+        _token_limit(request, request_sampling, max_tokens, max_response_tokens)
+        for request, request_sampling in zip(requests, params, strict=True)
     ]
     if requests:
         _check_template_keeps_turns(processor, requests[0].row, role)
@@ -156,7 +156,7 @@ def _token_limit(request: Sample, sampling: Sampling, max_tokens: int | None, ma
 
 def _check_template_keeps_turns(processor: Any, row: Row, role: str) -> None:
     """Raise a ValueError, before anything is generated, if the chat template cannot append an observation."""
-    encode_observation(processor, prompt_of(row)[0], message(role, ""), **_template_options(row))
+    encode_observation(processor, prompt_of(row)[0], message(role, ""), **template_options(row))
 
 
 def _with_chat(sample: Sample) -> Sample:
@@ -208,10 +208,6 @@ def _observe(
     return replace(longer, finish_reason="")
 
 
-def _template_options(row: Row) -> dict[str, Any]:
-    return {"tools": row.get("tools"), "chat_template_kwargs": row.get("chat_template_kwargs")}
-
-
 def _encode_observation(processor: Any, row: Row, result: Any, role: str) -> Sample:
     if isinstance(result, Exception):
         raise result
@@ -219,7 +215,7 @@ def _encode_observation(processor: Any, row: Row, result: Any, role: str) -> Sam
         raise TypeError(f"step: expected an Observation or None, got {type(result).__name__}")
     images = [load_image(image) for image in result.images]
     reply = message(role, result.text, len(images))
-    return encode_observation(processor, row["messages"][:-1], reply, images, **_template_options(row))
+    return encode_observation(processor, row["messages"][:-1], reply, images, **template_options(row))
 
 
 def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[Any]:

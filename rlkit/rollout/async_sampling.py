@@ -17,11 +17,9 @@ correction: `rlkit.losses.importance_weights` of `old_logprobs` over `rollout_lo
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,22 +27,6 @@ from torch import Tensor
 
 from rlkit.data.samples import Sample
 from rlkit.rollout.sampling import Sampling
-
-
-@dataclass(eq=False)
-class BatchTiming:
-    """When a batch was generated, by `time.perf_counter()`.
-
-    Attributes:
-        submitted: when it was submitted.
-        finished: when its last sample was finished; inf until then.
-    """
-
-    submitted: float
-    finished: float = float("inf")
-
-    def on_done(self, _: Future[list[Sample]]) -> None:
-        self.finished = time.perf_counter()
 
 
 class AsyncSampler:
@@ -56,6 +38,8 @@ class AsyncSampler:
         n: samples of each prompt.
         max_staleness: most updates between the weights that generated a token and those that are trained with it.
         timeout: seconds to wait for a batch.
+        submit: replaces `rollout.submit`, for example `score_as_written(rollout.submit, reward)`. Its results are those
+            of the iteration.
 
     Raises:
         ValueError: a rollout that cannot sample while weights change, or a negative bound.
@@ -69,6 +53,7 @@ class AsyncSampler:
         n: int = 1,
         max_staleness: int = 1,
         timeout: float = 3600.0,
+        submit: Callable[..., Future[Any]] | None = None,
     ) -> None:
         if not hasattr(rollout, "submit"):
             raise ValueError(
@@ -77,12 +62,12 @@ class AsyncSampler:
         if max_staleness < 0:
             raise ValueError(f"max_staleness: expected at least 0, got {max_staleness}")
         self.rollout, self.n, self.max_staleness, self.timeout = rollout, n, max_staleness, timeout
+        self.submit = submit or rollout.submit
         self.batches, self.exhausted = iter(batches), False
         self.submitted = self.updates = 0
-        self.in_flight: deque[tuple[Future[list[Sample]], BatchTiming]] = deque()
-        self.timings: list[BatchTiming] = []  # of the batches handed out, to see how much overlapped
+        self.in_flight: deque[Future[Any]] = deque()
 
-    def __iter__(self) -> Iterator[list[Sample]]:
+    def __iter__(self) -> Iterator[Any]:
         """Batches in order; a batch that failed raises its error.
 
         Raises:
@@ -96,11 +81,9 @@ class AsyncSampler:
                 if not self.in_flight:
                     raise RuntimeError(
                         f"AsyncSampler: expected update_weights after each batch, got {self.updates} updates after "
-                        f"{len(self.timings)} batches: samples of a further one would be too old"
+                        f"{self.submitted} batches: samples of a further one would be too old"
                     )
-                samples, timing = self.in_flight.popleft()
-                self.timings.append(timing)
-                yield samples.result(self.timeout)
+                yield self.in_flight.popleft().result(self.timeout)
         finally:
             self.close()
 
@@ -110,10 +93,7 @@ class AsyncSampler:
                 self.exhausted = True
                 return
             requests, sampling = batch
-            timing = BatchTiming(time.perf_counter())
-            samples = self.rollout.submit(requests, sampling, self.n)
-            samples.add_done_callback(timing.on_done)
-            self.in_flight.append((samples, timing))
+            self.in_flight.append(self.submit(requests, sampling, self.n))
             self.submitted += 1
 
     @property
@@ -133,13 +113,9 @@ class AsyncSampler:
         self.updates += 1
         self._submit_next()
 
-    def staleness(self, samples: Iterable[Sample]) -> int:
-        """Age of the oldest token of these samples, in updates."""
-        return max((self.rollout.version - sample.version for sample in samples), default=0)
-
     def close(self) -> None:
         """Cancel the batches in flight and submit no more; the servers abort their requests."""
         self.exhausted = True
-        for samples, _ in self.in_flight:
+        for samples in self.in_flight:
             samples.cancel()
         self.in_flight.clear()

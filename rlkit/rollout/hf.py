@@ -137,7 +137,7 @@ class HfRollout:
         device = next(module.parameters()).device
         suppressed = suppressed_token_ids(module.config, self.tokenizer).to(device)
         model_ends = end_token_ids(self.tokenizer, module.generation_config.eos_token_id)
-        ends = [{*model_ends, *one.stop} for one in sampling]
+        ends = [{*model_ends, *request_sampling.stop} for request_sampling in sampling]
         params = row_params(requests, sampling, n, ends, device)
         tokens = torch.zeros(len(requests) * n, params.steps, dtype=torch.int64, device=device)
         logprobs = torch.zeros(len(requests) * n, params.steps, device=device)

@@ -115,9 +115,9 @@ def end_token_ids(tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> l
         ValueError: neither names one.
     """
     ids = [tokenizer.eos_token_id, *(eos_token_id if isinstance(eos_token_id, Sequence) else [eos_token_id])]
-    if not (found := sorted({token for token in ids if token is not None})):
+    if not (token_ids := sorted({token for token in ids if token is not None})):
         raise ValueError("eos_token_id: expected one in the tokenizer or in the model's generation config, got none")
-    return found
+    return token_ids
 
 
 def with_routed_experts(sample: Sample, routed_experts: Tensor) -> Sample:

@@ -29,8 +29,7 @@ import torch
 
 from rlkit.rollout.servers.token import LOOPBACK, TOKEN_VARIABLE, new_token
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
-from rlkit.rollout.vllm_families import check_weights_are_used, family_options, is_mistral4
-from rlkit.rollout.vllm_generation_config import generation_config_overrides
+from rlkit.rollout.vllm_families import check_weights_are_used, config_or_empty, family_options, is_mistral4
 from rlkit.vlm.loading import model_path
 
 # the last one comes first
@@ -70,7 +69,8 @@ def serving(
         RuntimeError: a server ended, or was not up in time.
     """
     on_gpu = torch.cuda.is_available()
-    _check_installed(not on_gpu or any("rlkit_gloo" in option for option in options) or is_mistral4(model))
+    config = config_or_empty(model)
+    _check_installed(not on_gpu or any("rlkit_gloo" in option for option in options) or is_mistral4(config))
     if on_gpu and count * tensor_parallel_size > torch.cuda.device_count():
         raise ValueError(
             f"count, tensor_parallel_size: expected a product of at most {torch.cuda.device_count()}, the number of "
@@ -78,14 +78,14 @@ def serving(
         )
     if any(option.split("=")[0] in ("--api-key", "--api_key") for option in options):
         raise ValueError(f"api-key: expected the token in the environment variable {TOKEN_VARIABLE}, got an option")
-    _check_options(options, command(model, host, port, tensor_parallel_size, on_gpu))
+    _check_options(options, command(model, config, host, port, tensor_parallel_size, on_gpu))
     for i in range(count):
         _check_port_is_free(host, port + i)
     with ExitStack() as stack:
         token = stack.enter_context(new_token(range(port, port + count)))
         servers: dict[str, subprocess.Popen] = {}
         for i in range(count):
-            flags = command(model, host, port + i, tensor_parallel_size, on_gpu) + list(options)
+            flags = command(model, config, host, port + i, tensor_parallel_size, on_gpu) + list(options)
             if "--enable-lora" in options:
                 flags += ["--middleware", "rlkit.rollout.adapters.AdapterMiddleware"]
             for name in MIDDLEWARE:
@@ -104,14 +104,18 @@ def serving(
         yield servers
 
 
-def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu: bool) -> list[str]:
+def command(model: str, config: Any, host: str, port: int, tensor_parallel_size: int, on_gpu: bool) -> list[str]:
     """The command that starts one server.
+
+    Args:
+        model: directory or hub id.
+        config: its configuration, see `rlkit.rollout.vllm_families.config_or_empty`.
 
     Raises:
         ValueError: a family of which vLLM would ignore weights; without a GPU, one that it cannot compute on this CPU.
     """
-    check_weights_are_used(model)
-    dtype, of_family = ("bfloat16", {}) if on_gpu else cpu_dtype_and_options(model, None)
+    check_weights_are_used(config)
+    dtype, on_cpu = ("bfloat16", {}) if on_gpu else cpu_dtype_and_options(config, None)
     flags: dict[str, Any] = {
         "model": model_path(model),
         "served-model-name": model,
@@ -123,15 +127,13 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
         "generation-config": "vllm",  # not the top-k and top-p of the model's own generation config
         "weight-transfer-config": json.dumps({"backend": "nccl" if on_gpu else "rlkit_gloo"}),
     }
-    if overrides := generation_config_overrides(model):
-        flags["override-generation-config"] = json.dumps(overrides)
     if not on_gpu:
         flags["kv-cache-memory-bytes"] = 1 << 30  # the default is 0.92 of all memory, which may not be free
         flags["attention-backend"] = "CPU_MLA"  # see rlkit.rollout.vllm.cpu_options
     switches = ["enable-scale-out", "disable-uvicorn-access-log"]
     # chunked prefill rewinds the random generator of a request, which a CPU's cannot
     switches += ["enable-sleep-mode"] if on_gpu else ["enforce-eager", "no-enable-chunked-prefill"]
-    for name, value in {**family_options(model), **of_family}.items():
+    for name, value in {**family_options(model, config), **on_cpu}.items():
         if isinstance(value, bool):
             switches.append(f"{'' if value else 'no-'}{name.replace('_', '-')}")
         else:
@@ -252,12 +254,12 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs of each server")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until all servers are up")
-    known, rest = parser.parse_known_args()
+    options, vllm_options = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # leaves the `with`, which stops the servers
     try:
-        with serving(**vars(known), options=rest) as servers:
+        with serving(**vars(options), options=vllm_options) as servers:
             print(f"up: --servers {' '.join(servers)}", flush=True)
-            if known.host not in LOOPBACK and TOKEN_VARIABLE not in os.environ:
+            if options.host not in LOOPBACK and TOKEN_VARIABLE not in os.environ:
                 print(f"clients on other machines need their token in {TOKEN_VARIABLE}: set it before you start this")
             signal.pause()
     except (RuntimeError, ValueError) as error:

@@ -48,16 +48,16 @@ class SharedRowsRollout:
         else:
             indices = [range(r, len(requests), ranks) for r in range(ranks)]
             sources = list(range(ranks))
-        own = indices[rank]
+        own_indices = indices[rank]
 
         def on_own_finished(j: int, samples: list[Sample]) -> None:
             if on_finished is not None:
-                on_finished(own[j], samples)
+                on_finished(own_indices[j], samples)
 
         report = on_finished is not None and rank in sources
         generated = self.rollout.generate(
-            [requests[i] for i in own],
-            [sampling[i] for i in own] if isinstance(sampling, Sequence) else sampling,
+            [requests[i] for i in own_indices],
+            [sampling[i] for i in own_indices] if isinstance(sampling, Sequence) else sampling,
             n,
             on_finished=on_own_finished if report else None,
         )

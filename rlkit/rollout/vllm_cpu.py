@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
-from rlkit.vlm.loading import load_config
 
 # model types in vLLM 0.32, those of text models except for the last four obstacles
 BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
@@ -31,22 +30,16 @@ OBSTACLES = {
 }
 
 
-def cpu_dtype_and_options(
-    model: str, dtype: str | None, *, trust_remote_code: bool = False
-) -> tuple[str, dict[str, Any]]:
+def cpu_dtype_and_options(config: Any, dtype: str | None) -> tuple[str, dict[str, Any]]:
     """The dtype of vLLM's weights on a CPU, and options that the model's family needs there.
 
     Args:
-        model: directory or hub id.
+        config: of the model, see `rlkit.rollout.vllm_families.config_or_empty`.
         dtype: as asked for; None for float32, or bfloat16 where the family has no other.
 
     Raises:
         ValueError: a family that vLLM cannot compute on a CPU, or not on this one, or not in this dtype.
     """
-    try:
-        config = load_config(model, trust_remote_code=trust_remote_code)
-    except ValueError:  # vLLM will say what is wrong with it
-        return dtype or "float32", {}
     family = config.get_text_config().model_type
     obstacle = OBSTACLES.get(config.model_type) or OBSTACLES.get(family)
     if family in BFLOAT16_ONLY and not has_avx512():
@@ -67,16 +60,20 @@ def cpu_dtype_and_options(
 
 
 def with_family_options(of_family: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """A user's options of vLLM, which replace those that a family needs; a `compilation_config` has those of both.
+    """A user's options of vLLM, which replace those that a family needs.
+
+    An `override_generation_config` and a `compilation_config` have the entries of both.
 
     Args:
-        of_family: of `cpu_dtype_and_options`.
+        of_family: of `family_options` and `cpu_dtype_and_options`.
 
     Raises:
         ValueError: a `compilation_config` other than a dict, for a family that needs one.
     """
     merged = {**of_family, **options}
-    needed, given = (one.get("compilation_config") for one in (of_family, options))
+    if generation := of_family.get("override_generation_config"):
+        merged["override_generation_config"] = {**generation, **(options.get("override_generation_config") or {})}
+    needed, given = of_family.get("compilation_config"), options.get("compilation_config")
     if needed and given is not None:
         if not isinstance(given, Mapping):
             raise ValueError(f"compilation_config: expected a dict for this model, which needs {needed}, got {given!r}")

@@ -1,4 +1,7 @@
-"""Families that vLLM computes or updates wrongly on any device, and options for others. Importable without vLLM."""
+"""Families that vLLM computes or updates wrongly on any device, and options for others. Importable without vLLM.
+
+Configurations are transformers' own, as `config_or_empty` returns them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlkit.vlm.families import attention_temperature_length
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.weight_files import quantization_method, quantized_message
 
@@ -20,11 +24,26 @@ TRANSFORMERS_FILES = {"config_format": "hf", "load_format": "hf", "tokenizer_mod
 MISTRAL4 = {"text_config": {"architectures": ["Mistral4ForCausalLM"], "model_type": "deepseek_v3"}}
 
 
-def family_options(model: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Options of vLLM with which it reads the files and the configuration that the trainer reads.
+def config_or_empty(model: str, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model; one without fields if transformers cannot read it, so that vLLM says why.
 
     Args:
         model: directory or hub id.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        return load_config(model, trust_remote_code=trust_remote_code)
+    except ValueError:
+        return PreTrainedConfig()
+
+
+def family_options(model: str, config: Any) -> dict[str, Any]:
+    """Options with which vLLM reads the trainer's files and configuration, and computes the trainer's model.
+
+    Args:
+        model: directory or hub id.
+        config: its configuration.
 
     Raises:
         ValueError: a directory with two sets of weights, of which vLLM would load both.
@@ -36,19 +55,20 @@ def family_options(model: str, *, trust_remote_code: bool = False) -> dict[str, 
                 f"model: expected one set of weights without an index, got model.safetensors and {other.name} in "
                 f"{model!r}, of which vLLM loads both; move the latter, which is in Mistral's own format"
             )
-    return {**TRANSFORMERS_FILES, **({"hf_overrides": MISTRAL4} if is_mistral4(model, trust_remote_code) else {})}
+    options: dict[str, Any] = dict(TRANSFORMERS_FILES)
+    if is_mistral4(config):
+        options["hf_overrides"] = MISTRAL4
+    if config.get_text_config().model_type == "llama4_text":
+        # vLLM 0.32 ignores what config.json says of the attention temperature, which changes attention from position
+        # `floor_scale` (8192) on. Without this entry it uses one if `max_model_len` is above 32,768 tokens.
+        has_temperature = attention_temperature_length(config) is not None
+        options["override_generation_config"] = {"attn_temperature_tuning": has_temperature}
+    return options
 
 
-def is_mistral4(model: str, trust_remote_code: bool = False) -> bool:
-    """Whether this is Mistral Small 4; False for a model without a configuration.
-
-    Args:
-        model: directory or hub id.
-    """
-    try:
-        return load_config(model, trust_remote_code=trust_remote_code).get_text_config().model_type == "mistral4"
-    except ValueError:  # vLLM will say what is wrong with it
-        return False
+def is_mistral4(config: Any) -> bool:
+    """Whether this is the configuration of Mistral Small 4."""
+    return config.get_text_config().model_type == "mistral4"
 
 
 def register_mistral4() -> None:
@@ -58,33 +78,23 @@ def register_mistral4() -> None:
     ModelRegistry.register_model("Mistral4ForCausalLM", "rlkit.rollout.vllm_mistral4:Mistral4ForCausalLM")
 
 
-def check_weights_are_used(model: str, *, trust_remote_code: bool = False) -> None:
-    """Raise a ValueError for a model some of whose weights vLLM would ignore.
-
-    Args:
-        model: directory or hub id.
-    """
-    try:
-        family = load_config(model, trust_remote_code=trust_remote_code).model_type
-    except ValueError:  # vLLM will say what is wrong with it
-        return
-    if family in UNUSED_WEIGHTS:
-        raise ValueError(f"model: expected a family whose weights vLLM uses completely, got {family}; use rollout 'hf'")
+def check_weights_are_used(config: Any) -> None:
+    """Raise a ValueError for a model some of whose weights vLLM would ignore."""
+    if config.model_type in UNUSED_WEIGHTS:
+        raise ValueError(
+            f"model: expected a family whose weights vLLM uses completely, got {config.model_type}; use rollout 'hf'"
+        )
 
 
-def check_trainers_class_is_not_used(model: str, registered: Mapping[str, Any], *, trust_remote_code: bool) -> None:
+def check_trainers_class_is_not_used(config: Any, registered: Mapping[str, Any]) -> None:
     """Raise a ValueError for a model that vLLM runs by transformers' own class.
 
     vLLM changes that class, for a compiler, and a model of the same class in this process can no longer be called.
 
     Args:
-        model: directory or hub id.
+        config: of the model.
         registered: vLLM's models by the names in `architectures` of a config: `vllm.ModelRegistry.models`.
     """
-    try:
-        config = load_config(model, trust_remote_code=trust_remote_code)
-    except ValueError:  # vLLM will say what is wrong with it
-        return
     for entry in (registered.get(name) for name in config.architectures or ()):
         cls: Any = getattr(entry, "model_cls", None)  # where it has been imported; otherwise its module is named
         module: str = cls.__module__ if cls else getattr(entry, "module_name", "")

@@ -10,7 +10,6 @@ from typing import Any
 
 import rlkit
 from rlkit.data.samples import Sample
-from rlkit.engines import checkpoint
 from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest, problem_of_rank_0
 from rlkit.report import write_report
 from rlkit.report.model_card import CARD, write_model_card
@@ -106,10 +105,6 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
         except OSError as error:
             run.stop(str(error))
     if ends:
-        try:
-            checkpoint.finish()
-        except OSError as error:
-            run.stop(str(error))
         run.close()
         raise interrupted()
 
@@ -166,5 +161,5 @@ def write_report_and_cards(cfg: Any, run: Run, samples: Sequence[Sample], reposi
 
 def _reward(sample: Sample) -> float:
     """A sort key: a missing reward or nan is the lowest."""
-    known = isinstance(sample.reward, int | float) and not math.isnan(sample.reward)
-    return sample.reward if known else -math.inf
+    is_number = isinstance(sample.reward, int | float) and not math.isnan(sample.reward)
+    return sample.reward if is_number else -math.inf

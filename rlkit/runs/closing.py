@@ -41,7 +41,7 @@ def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
 
 def _before_and_after(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Held-out results before and after training, with 95 % confidence intervals where known."""
-    found = []
+    lines = []
     texts = {when: with_intervals(evaluation, evaluation.get("heldout"), f"_{when}") for when in ("before", "after")}
     for name in evaluation:
         measured, is_after, _ = name.partition("_after")
@@ -53,8 +53,8 @@ def _before_and_after(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
             ]
             text = ", ".join(both)
             if text:
-                found.append((f"held-out {measured.removeprefix('heldout_').replace('_', ' ')}", text))
-    return found
+                lines.append((f"held-out {measured.removeprefix('heldout_').replace('_', ' ')}", text))
+    return lines
 
 
 def _first_and_last(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:

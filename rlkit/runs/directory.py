@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from itertools import count
+from itertools import count, filterfalse, takewhile
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -112,16 +112,22 @@ class _Taken(ValueError):
 
 def _claim_numbered(path: Path, resume: bool) -> Path:
     """Claim the first free one of PATH, PATH-2, PATH-3, ...; to resume, the last one that contains a run."""
-    numbers = count(2)
-    last, candidate = path, path
+    if resume:
+        started = list(takewhile(_holds_run, _numbered(path)))
+        return _claim(started[-1] if started else path, resume)
+    without_run = filterfalse(_holds_run, _numbered(path))
     while True:
-        if not _holds_run(candidate):
-            try:
-                return _claim(last if resume else candidate, resume)
-            except _Taken:
-                if resume:
-                    raise
-        last, candidate = candidate, path.with_name(f"{path.name}-{next(numbers)}")
+        try:
+            return _claim(next(without_run), resume)
+        except _Taken:  # another process is writing to it
+            continue
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """PATH, PATH-2, PATH-3, ..."""
+    yield path
+    for number in count(2):
+        yield path.with_name(f"{path.name}-{number}")
 
 
 def _claim(path: Path, resume: bool) -> Path:

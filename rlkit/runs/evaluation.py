@@ -44,21 +44,24 @@ def mean_and_error(
     return total / count, math.sqrt(variance / count)
 
 
-def with_intervals(found: Mapping[str, Any], count: Any, when: str = "") -> dict[str, str]:
+def with_intervals(results: Mapping[str, Any], count: Any, when: str = "") -> dict[str, str]:
     """Results of an evaluation as text, such as "0.850 (95 %: 0.809 to 0.884)" where NAME has a NAME_error.
 
     Args:
-        found, count, when: as in `rlkit.report.intervals.intervals`, which gives the intervals.
+        results, count, when: as in `rlkit.report.intervals.intervals`, which gives the intervals.
     """
-    known = {name: f" (95 %: {low:.3f} to {high:.3f})" for name, (low, high) in intervals(found, count, when).items()}
+    bounds = intervals(results, count, when)
+    texts = {name: f" (95 %: {low:.3f} to {high:.3f})" for name, (low, high) in bounds.items()}
     return {
-        name: f"{x:.3f}{known.get(name, '')}"
-        for name, x in found.items()
+        name: f"{x:.3f}{texts.get(name, '')}"
+        for name, x in results.items()
         if isinstance(x, int | float) and name.endswith(when) and not name.endswith(f"_error{when}")
     }
 
 
-def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], *, rows: int, skipped: int) -> None:
+def record_evaluation(
+    run: Run, engine: Any, when: str, results: Mapping[str, float], *, rows: int, skipped: int
+) -> None:
     """Write the results of an evaluation to eval.json, and print them.
 
     The list `evaluations` in the file has all results, with the number of finished steps. Results before and after
@@ -66,19 +69,21 @@ def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, floa
 
     Args:
         when: "before", "during" or "after" training.
-        found: results over all ranks, by name; NAME_error is the standard error of NAME.
+        results: over all ranks, by name; NAME_error is the standard error of NAME. `unjudged` is the number of
+            generated answers without a reward.
         rows, skipped: number of held-out rows of this rank that were used, and that could not be used.
     """
     counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
     rows, skipped = (int(x) for x in counts)
     step = 0 if when == "before" else run.step + 1
-    evaluations = [*(one for one in _evaluations(run) if one["step"] < step), {"step": step, **found}]
-    named = {} if when == "during" else {f"{name}_{when}": x for name, x in found.items()}
+    evaluations = [*(earlier for earlier in _evaluations(run) if earlier["step"] < step), {"step": step, **results}]
+    named = {} if when == "during" else {f"{name}_{when}": x for name, x in results.items()}
     run.log_evaluation(**named, heldout=rows, heldout_skipped=skipped, evaluations=evaluations)
     if run.writes:
-        texts = with_intervals(found, rows).items()
+        texts = with_intervals(results, rows).items()
         shown = [f"{name.replace('_', ' ')} {text}" for name, text in texts if name != "unjudged"]
-        unjudged = f", {found['unjudged']:.0f} not judged" if found.get("unjudged") else ""
+        count = results.get("unjudged", 0)
+        unjudged = f"; generated answers without a reward: {count:.0f}" if count else ""
         after = f"after {step} steps" if when == "during" else when
         run.print(f"held-out {after}: {', '.join(shown) or 'no answer was judged'} ({rows} rows{unjudged})")
 
@@ -139,5 +144,7 @@ def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
 
 
 def _evaluations(run: Run) -> list[dict[str, Any]]:
-    found = read_object(run.out / EVAL).get("evaluations")
-    return [one for one in found if isinstance(one, dict) and "step" in one] if isinstance(found, list) else []
+    evaluations = read_object(run.out / EVAL).get("evaluations")
+    if not isinstance(evaluations, list):
+        return []
+    return [evaluation for evaluation in evaluations if isinstance(evaluation, dict) and "step" in evaluation]

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from rlkit.data.lookup import one_line
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.rollouts import is_replay
 from rlkit.tracking import Run
@@ -54,7 +55,7 @@ def open_repository(name: str, *, private: bool) -> str:
         api.auth_check(repository, write=True)
     except Exception as error:  # of the network, the hub or its client
         raise ValueError(
-            f"push_to_hub: expected the right to write to {name!r} at {api.endpoint}, got {_one_line(error)}"
+            f"push_to_hub: expected the right to write to {name!r} at {api.endpoint}, got {one_line(error)}"
         ) from error
     return repository
 
@@ -79,7 +80,7 @@ def push_model(cfg: Any, run: Run) -> None:
             api.upload_folder(repo_id=repository, folder_path=adapter, path_in_repo="adapter", commit_message=message)
     except Exception as error:  # of the network, the hub or its client
         run.stop(
-            f"push_to_hub: {_one_line(error)}; the model is complete in {model}: upload it with "
+            f"push_to_hub: {one_line(error)}; the model is complete in {model}: upload it with "
             f"`hf upload {repository} {model} .`"
         )
     run.print(f"uploaded to {api.endpoint}/{repository}")
@@ -95,7 +96,3 @@ def command_line() -> list[str]:
     ranks, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     nodes = [f"--nnodes={ranks // local}"] if ranks > local else []
     return ["torchrun", *nodes, f"--nproc-per-node={local}", *sys.argv]
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlkit.engines.checkpoint import checkpoints, wait_for_writing
+from rlkit.engines.checkpoint import checkpoints
 from rlkit.engines.distributed import all_reduce
 from rlkit.tracking import Run
 
@@ -67,8 +67,8 @@ def end_after_step(run: Run) -> None:
 
 def a_signal_has_come() -> bool:
     """Whether any rank has received a signal that ends the run. All ranks call this together."""
-    own = torch.tensor(_signals[0] if _signals else 0)
-    number = int(all_reduce(own, dist.ReduceOp.MAX).item())
+    local_signal = torch.tensor(_signals[0] if _signals else 0)
+    number = int(all_reduce(local_signal, dist.ReduceOp.MAX).item())
     if number and not _signals:
         _signals.append(number)
     return bool(number)
@@ -100,7 +100,6 @@ def _say_how_it_ended(recipe: str, when: str) -> None:
 
 def _how_to_continue() -> str:
     """Which checkpoint is the newest, and how to continue from it."""
-    wait_for_writing()
     saved = checkpoints(_training[0].out / POLICY) if _training else []
     if not saved:
         return "no step was saved"

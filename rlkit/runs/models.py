@@ -45,6 +45,7 @@ from rlkit.vlm.adapt import adapter_parameters
 from rlkit.vlm.chat_template import check_template_options
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.model_config import is_config_file, write_model
+from rlkit.vlm.processors import check_vocabulary
 
 DEFAULT_UTILIZATION = 0.8  # share of a GPU's memory; for hf, and for vLLM where free memory cannot be measured
 
@@ -71,21 +72,19 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
             write_model(cfg.model, cfg.model_config, place, seed=cfg.seed)
 
     decided_by_rank_0(write)
-    processor = processor_of(cfg, str(place))
-    tokens = len(getattr(processor, "tokenizer", processor))
-    if (size := load_config(str(place)).get_text_config().vocab_size) < tokens:
-        raise ValueError(f"vocab_size: expected at least the {tokens} tokens of the model's tokenizer, got {size}")
-    return str(place), processor
+    return str(place), processor_of(cfg, str(place))
 
 
 def processor_of(cfg: Any, path: str) -> Any:
     """The processor of a model, with the run's options for videos.
 
     Raises:
-        ValueError: as `load_processor`, or its chat template does not have an option that the run asks for.
+        ValueError: as `load_processor` and `rlkit.vlm.processors.check_vocabulary`, or its chat template does not have
+            an option that the run asks for.
     """
     videos = {name: getattr(cfg, name) for name in ("video_fps", "video_frames", "video_sound")}
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
+    check_vocabulary(processor, load_config(path, trust_remote_code=cfg.trust_remote_code))
     check_template_options(processor, cfg.chat_template_kwargs)
     return processor
 
@@ -101,7 +100,7 @@ def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
     return end_token_ids(getattr(processor, "tokenizer", processor), config.eos_token_id)
 
 
-def build_engine(cfg: TrainingOptions, path: str, processor: Any, *, updates: int) -> Any:
+def build_engine(cfg: TrainingOptions, path: str, processor: Any, *, optimizer_steps: int) -> Any:
     """The engine that trains a language model.
 
     If the options have a sampling temperature, log-probabilities are those of the sampling distribution: at this
@@ -109,30 +108,30 @@ def build_engine(cfg: TrainingOptions, path: str, processor: Any, *, updates: in
 
     Args:
         path: directory or hub id of the model.
-        updates: optimizer steps of the whole run, for the learning-rate schedule.
+        optimizer_steps: those of the whole run, for the learning-rate schedule.
     """
 
     def build(model: Any) -> Any:
         options = scoring_options(cfg, model, processor)
-        return training_engine(cfg, "language_model", trained_part(cfg, model), cfg.lr, updates, **options)
+        return training_engine(cfg, "language_model", trained_part(cfg, model), cfg.lr, optimizer_steps, **options)
 
     return recorded(cfg, _built_from_shards(cfg, load_model, path, getattr(torch, cfg.dtype), build))
 
 
 def build_value_engine(
-    cfg: TrainingOptions, path: str, processor: Any, *, updates: int, lr: float | None = None
+    cfg: TrainingOptions, path: str, processor: Any, *, optimizer_steps: int, lr: float | None = None
 ) -> Any:
     """The engine that trains a model with a scalar head: a critic, or a reward model.
 
     Args:
         path: an exported value model, or a language model, which gets a zero-initialized value head.
-        updates: optimizer steps of the whole run.
+        optimizer_steps: those of the whole run.
         lr: peak learning rate instead of `cfg.lr`.
     """
 
     def build(model: Any) -> Any:
         model, peak = trained_part(cfg, model, head=True), cfg.lr if lr is None else lr
-        return training_engine(cfg, "value_model", model, peak, updates, **shared_options(cfg, processor))
+        return training_engine(cfg, "value_model", model, peak, optimizer_steps, **shared_options(cfg, processor))
 
     return recorded(cfg, _built_from_shards(cfg, load_value_model, path, getattr(torch, cfg.dtype), build))
 
@@ -249,8 +248,8 @@ def sync_check_dtype(cfg: EngineOptions, rollout: Any = None) -> torch.dtype | N
     """
     if "bfloat16" in (cfg.dtype, cfg.compute_dtype):
         return torch.bfloat16
-    of_sampler = getattr(rollout, "weight_dtype", None)
-    return of_sampler if of_sampler in (torch.bfloat16, torch.float16) else None
+    sampler_dtype = getattr(rollout, "weight_dtype", None)
+    return sampler_dtype if sampler_dtype in (torch.bfloat16, torch.float16) else None
 
 
 class RunSchedule(LambdaLR):
@@ -277,13 +276,13 @@ class RunSchedule(LambdaLR):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
-def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> RunSchedule:
-    """Linear warm-up to the peak, and decay over all `updates` optimizer steps by `cfg.lr_schedule`."""
-    warmup, updates = max(1, cfg.warmup_steps), max(1, updates)
+def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, optimizer_steps: int) -> RunSchedule:
+    """Linear warm-up to the peak, and decay over all `optimizer_steps` by `cfg.lr_schedule`."""
+    warmup, last = max(1, cfg.warmup_steps), max(1, optimizer_steps)
     decay = DECAYS[cfg.lr_schedule]
 
     def share_of_peak(step: int) -> float:
-        return min((step + 1) / warmup, max(cfg.min_lr_ratio, decay(min(1.0, step / updates))))
+        return min((step + 1) / warmup, max(cfg.min_lr_ratio, decay(min(1.0, step / last))))
 
     return RunSchedule(optimizer, share_of_peak)
 
@@ -300,7 +299,7 @@ def training_engine(
     model_type: str,
     model: Any,
     lr: float,
-    updates: int,
+    optimizer_steps: int,
     *,
     fused: bool | None = None,
     **options: Any,
@@ -311,7 +310,7 @@ def training_engine(
         model_type: "language_model" or "value_model".
         model: the result of `trained_part`.
         lr: peak learning rate.
-        updates: optimizer steps of the whole run.
+        optimizer_steps: those of the whole run.
         fused: use fused AdamW; by default only on a GPU.
         options: further options of the engine.
     """
@@ -325,7 +324,7 @@ def training_engine(
         optimizer=lambda parameters: AdamW(
             parameters, lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=fused
         ),
-        scheduler=lambda optimizer: learning_rate_schedule(optimizer, cfg, updates),
+        scheduler=lambda optimizer: learning_rate_schedule(optimizer, cfg, optimizer_steps),
         max_grad_norm=cfg.max_grad_norm,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
         **options,

@@ -53,8 +53,8 @@ class RunOptions:
     """Steps to profile, as in --profile_steps 3 4. Every rank writes a trace and tables of where the time went to
     profile/ in the run's directory."""
     memory_snapshot: bool = False
-    """Record all allocations on the GPU. If the memory is not enough, every rank that notices it writes them to
-    memory-rank-R.pickle in the run's directory, for https://docs.pytorch.org/memory_viz."""
+    """Record all allocations on the GPU. When a rank runs out of memory, it writes them to memory-rank-R.pickle in the
+    run's directory, for https://docs.pytorch.org/memory_viz."""
     watchdog: float = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
@@ -77,9 +77,9 @@ class TaskOptions:
     video_fps: float = 2.0
     """Frames per second that the model sees of a video."""
     video_frames: int = 32
-    """Most frames of a video. Of a longer video the model sees fewer frames per second."""
+    """Maximum number of frames per video. Longer videos are sampled at a lower frame rate."""
     video_sound: bool = False
-    """Qwen-Omni also hears the sound of video files."""
+    """Also feed the audio track of video files to Qwen-Omni."""
     system_prompt: str = ""
     """System message to put before every prompt."""
     prompt_template: str = ""
@@ -97,11 +97,11 @@ class RewardOptions:
 
     reward: str = ""
     """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
-    only if the whole response equals the answer. A chat model that explains itself gets 0 from it."""
+    only if the whole response equals the answer. Answers that contain an explanation get 0."""
     reward_threads: int = 8
     """Threads that compute rewards during generation, one prompt each. 0: after generation, in the main thread."""
     isolate_reward: bool = False
-    """Run the reward in worker processes with limits. By default it runs in this process, without any."""
+    """Run the reward in worker processes with limits. By default it runs in this process, without limits."""
     reward_seconds: float = 60.0
     """With --isolate_reward: limit of CPU seconds per answer. The limit of wall time is four times that."""
     reward_memory: float = 4.0
@@ -140,10 +140,10 @@ class AdapterOptions:
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = None
-    """Regular expression of modules that get no adapter. The vision tower gets none either."""
+    """Regular expression of modules that get no adapter. Encoder towers (vision, audio) never get adapters."""
     sync_adapters: bool = False
-    """Send the sampling back end only the adapters, for a base model that it keeps, instead of weights with the
-    adapters merged. For vllm and vllm_server; hf samples with the trained model itself."""
+    """Send only the adapters to the sampler, which keeps the base model, instead of merged weights. For vllm and
+    vllm_server; hf uses the model being trained."""
 
 
 @dataclass
@@ -177,7 +177,8 @@ class EngineOptions:
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share each sequence (Ulysses), for long sequences. fsdp2 only."""
     micro_batch_tokens: int = 16384
-    """Most tokens in one micro-batch; only a single row may be longer. Affects memory and speed, not the gradient."""
+    """Maximum number of tokens per micro-batch; only a single row may be longer. Affects memory and speed, not the
+    gradient."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained weights and of the optimizer state."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -199,16 +200,16 @@ class GenerationOptions(RewardOptions):
     """The back end that generates answers."""
 
     rollout: str = "hf"
-    """Sampling back end: hf (the trained model itself), vllm (in this process), vllm_server, sglang; see
+    """Sampling back end: hf (uses the model being trained), vllm (in this process), vllm_server, sglang; see
     docs/sampling.md."""
     servers: tuple[str, ...] = ()
     """URLs of the servers for vllm_server or sglang. `python -m rlkit.rollout.serve` starts vLLM servers."""
     max_new_tokens: int = 4
-    """Most tokens in an answer. The default is for the tiny model. 0, in recipes that train on given answers only:
-    generate nothing, so held-out accuracy is not measured."""
+    """Maximum number of tokens per answer. The default is for the tiny model. 0, in recipes that train on given answers
+    only: generate nothing, so held-out accuracy is not measured."""
     gpu_memory_utilization: float = 0.0
-    """Share of a GPU's memory that sampling may use. With vllm: for its weights and its cache. 0: with vllm what the
-    trainer leaves, otherwise 0.8."""
+    """Share of a GPU's memory that sampling may use. For vllm this covers weights and cache. 0: all memory the trainer
+    leaves free (vllm), or 0.8 (hf)."""
     rollout_options: dict[str, str] = field(default_factory=dict)
     """Options of the sampling back end, as names and values. With vllm all that vllm.LLM takes, for example
     --rollout_options tensor_parallel_size 2 quantization fp8 max_num_seqs 512."""
@@ -221,8 +222,8 @@ class SamplingOptions(GenerationOptions):
     temperature: float = 1.0
     """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
     max_prompt_tokens: int = 0
-    """Most tokens in a prompt, image tokens included. Longer prompts are skipped and counted. 0: the model's context
-    minus max_new_tokens."""
+    """Maximum number of tokens per prompt, image tokens included. Longer prompts are skipped and counted. 0: the
+    model's context minus max_new_tokens."""
 
 
 @dataclass
@@ -243,7 +244,7 @@ class PolicyOptions(SamplingOptions):
     """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
     value. inf: never, which is the default with --from_rollouts."""
     save_rollouts: bool = False
-    """Write what each step samples, trains on and measures to rollouts/ in the run's directory; see docs/replay.md."""
+    """Save each step's samples, batches and metrics to rollouts/ in the run's directory; see docs/replay.md."""
     from_rollouts: str = ""
     """Train on the rollouts that another run saved in this directory, without sampling. The reward judges them
     again."""
@@ -258,7 +259,7 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     steps: int = 200
     """Training steps, of one batch each."""
     prompts_per_step: int = 32
-    """Prompts, that is rows of the task, per step, over all ranks."""
+    """Prompts (task rows) per step, summed over all ranks."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory. Default for models other than tiny: yes."""
     epochs: float = 0.0
@@ -286,8 +287,8 @@ class GivenAnswerOptions(TrainingOptions):
     """Options of recipes that train on answers in the data."""
 
     max_tokens: int = 0
-    """Most tokens in a prompt and an answer, image tokens included. Longer rows are skipped and counted. 0: the model's
-    context."""
+    """Maximum number of tokens per row, in prompt and answer, image tokens included. Longer rows are skipped and
+    counted. 0: the model's context."""
 
 
 # options of all recipes, by their ranges
@@ -471,8 +472,8 @@ def _file_arguments(file: str, config: type) -> list[str]:
         raise ValueError(f"config {file!r}: expected options by name, got a {type(options).__name__}")
     if "versions" in options:  # a run's config.json
         options = {name: x for name, x in options.items() if name not in OF_ONE_RUN}
-    known = {option.name for option in fields(config)}
-    if unknown := sorted(set(options) - known):
+    names = {option.name for option in fields(config)}
+    if unknown := sorted(set(options) - names):
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
     return [part for name, x in options.items() for part in _as_arguments(name, x)]
 
@@ -503,13 +504,13 @@ def option_groups(config: type) -> dict[type, dict[str, str]]:
     groups: dict[type, dict[str, str]] = {}
     for owner in reversed(config.__mro__):
         if is_dataclass(owner):
-            known = {name for texts in groups.values() for name in texts}
+            inherited = {name for texts in groups.values() for name in texts}
             texts = _help_texts(owner)
-            own = [name for name in inspect.get_annotations(owner) if name not in known]
-            if missing := [name for name in own if not texts.get(name)]:
+            added = [name for name in inspect.get_annotations(owner) if name not in inherited]
+            if missing := [name for name in added if not texts.get(name)]:
                 raise ValueError(f"{owner.__name__}.{missing[0]}: expected a help text under it, got none")
-            if own:
-                groups[owner] = {name: texts[name] for name in own}
+            if added:
+                groups[owner] = {name: texts[name] for name in added}
     return {owner: groups[owner] for owner in sorted(groups, key=lambda owner: owner is not config)}
 
 
@@ -518,11 +519,11 @@ def _help_texts(owner: type) -> dict[str, str]:
     """The string under each field of a class, as one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    texts = {}
     for line, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(below, ast.Expr):
-            found[line.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return found
+            texts[line.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return texts
 
 
 def _default(option: Field) -> Any:

@@ -213,9 +213,9 @@ class SavedRollouts:
         for sample in self.draws.pop(0).samples:
             groups.setdefault(sample.group_id, []).append(sample)
         unknown = any(math.isnan(x) for group in groups.values() for sample in group for x in sample.logprobs)
-        own_groups = list(groups.values())[self.engine.data_parallel_rank :: self.engine.data_parallel_size]
+        local_groups = list(groups.values())[self.engine.data_parallel_rank :: self.engine.data_parallel_size]
         if not unknown:  # all ranks take the same branch, because each reads the whole bundle
-            return own_groups
-        samples = [sample for group in own_groups for sample in group]
+            return local_groups
+        samples = [sample for group in local_groups for sample in group]
         scored = iter(self.engine.infer_batch(collate(samples))["logprobs"].tolist())
-        return [[replace(s, logprobs=next(scored)[: len(s.token_ids)]) for s in group] for group in own_groups]
+        return [[replace(s, logprobs=next(scored)[: len(s.token_ids)]) for s in group] for group in local_groups]

@@ -35,7 +35,7 @@ def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], process
     options = {"seed": cfg.seed + 1, "warm_up_steps": 300, "label_noise": 0.0}
     path = model_or_tiny(cfg.teacher, run.out / "teacher", rows, **options)
     teacher_processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
-    vocabularies = [getattr(one, "tokenizer", one).get_vocab() for one in (teacher_processor, processor)]
+    vocabularies = [getattr(x, "tokenizer", x).get_vocab() for x in (teacher_processor, processor)]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(f"teacher {path!r}: expected the student's tokens, got others")
     if not cfg.teacher_servers:

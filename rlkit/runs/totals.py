@@ -42,8 +42,13 @@ def batch_totals(
         counts: further counts of this rank.
     """
     passes = training_passes(cfg, updates) + forwards
-    flops += passes * batch_flops(engine.config, batch, head=head)
+    flops += passes * engine_flops(engine, batch, head=head)
     return totals(engine, tokens=batch.mask.sum(), flops=flops, **counts)
+
+
+def engine_flops(engine: Any, batch: Batch, *, head: bool = True) -> float:
+    """FLOPs of one forward pass of an engine over this rank's rows. See `rlkit.engines.flops.batch_flops`."""
+    return batch_flops(engine.config, batch, share_prompts=getattr(engine, "share_prompts", True), head=head)
 
 
 def training_passes(cfg: AdapterOptions, updates: int = 1) -> int:

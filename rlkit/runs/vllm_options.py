@@ -20,12 +20,13 @@ def vllm_options(cfg: Any, engines: Sequence[Any]) -> dict[str, Any]:
         cfg: options of a recipe, with `GenerationOptions`.
         engines: all training engines on this GPU.
     """
-    found: dict[str, Any] = {} if (longest := longest_sequence(cfg)) is None else {"max_model_len": longest}
-    found |= adapter_options(cfg)
+    options = adapter_options(cfg)
+    if (longest := longest_sequence(cfg)) is not None:
+        options["max_model_len"] = longest
     if torch.cuda.is_available() and not cfg.gpu_memory_utilization:
         torch.cuda.empty_cache()
-        found |= {"gpu_memory_utilization": share_left(*torch.cuda.mem_get_info(), optimizer_bytes(engines))}
-    return found
+        options["gpu_memory_utilization"] = share_left(*torch.cuda.mem_get_info(), optimizer_bytes(engines))
+    return options
 
 
 def adapter_options(cfg: Any) -> dict[str, Any]:

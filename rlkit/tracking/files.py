@@ -47,21 +47,21 @@ def drop_rows(path: Path, dropped: Callable[[dict[str, Any]], bool]) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty dict if the file is missing or holds anything else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that influence a run."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in ("rlkit-vlm", "torch", "transformers", "vllm", "peft", "flash-attn"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def replace_file(path: Path, content: str | bytes | Iterable[str]) -> None:

@@ -43,7 +43,7 @@ class Run:
     phase, such as "generate". The seconds of each phase are logged, and a watchdog prints in which phases ranks wait.
 
     Args:
-        out: the directory; `rlkit.runs.claim_directory` finds one that no other run is writing to.
+        out: the directory; `rlkit.runs.directory.claim_directory` finds one that no other run is writing to.
         config: the options. When a run is resumed, the config.json of the earlier start is kept as config-1.json, ...
         name: name of the run, for titles; by default the directory's name.
         writes: whether this process writes.

@@ -51,15 +51,15 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
         times: seconds by phase, such as `time/train`.
         peak: peak FLOP/s of all ranks together; None if unknown.
     """
-    found = {}
+    speeds = {}
     seconds = sum(x for name, x in times.items() if name not in PHASES_OUTSIDE_STEPS)
     if "tokens" in metrics and seconds:
-        found["time/tokens_per_second"] = metrics["tokens"] / seconds
+        speeds["time/tokens_per_second"] = metrics["tokens"] / seconds
     if times.get("time/train") and math.isfinite(metrics.get("flops", math.nan)):
-        found["time/train_flops_per_second"] = metrics["flops"] / times["time/train"]
+        speeds["time/train_flops_per_second"] = metrics["flops"] / times["time/train"]
         if peak:
-            found["time/mfu"] = found["time/train_flops_per_second"] / peak
-    return found
+            speeds["time/mfu"] = speeds["time/train_flops_per_second"] / peak
+    return speeds
 
 
 def peak_flops(device: str) -> float | None:

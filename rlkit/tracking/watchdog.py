@@ -23,7 +23,7 @@ def watch(run: weakref.ref[Any], stop: threading.Event, file: Path, seconds: flo
     A rank's heartbeat touches its file. Only the lowest responsive rank prints.
     """
     beat, patience = min(BEAT_SECONDS, seconds / 4), min(SILENT_SECONDS, 0.75 * seconds)
-    printed, own = time.time(), int(file.name)
+    printed, own_rank = time.time(), int(file.name)
     touched: dict[int, tuple[float, float]] = {}  # rank -> (its file's mtime, when this rank first saw that mtime)
     named: set[int] = set()
     while not stop.wait(beat) and run() is not None:
@@ -34,7 +34,7 @@ def watch(run: weakref.ref[Any], stop: threading.Event, file: Path, seconds: flo
                 if touched.get(rank, (0.0, 0.0))[0] != phase.touched:
                     touched[rank] = phase.touched, now  # this machine's clock: clocks of machines may differ
             silent = {rank: now - touched[rank][1] for rank in phases if now - touched[rank][1] >= patience}
-            if own != min(phases.keys() - silent.keys(), default=own):
+            if own_rank != min(phases.keys() - silent.keys(), default=own_rank):
                 continue
             for rank in sorted(silent.keys() - named):
                 _warn(f"rank {rank} {_how_silent(phases[rank], silent[rank])}")
@@ -89,12 +89,12 @@ class _Phase(NamedTuple):
 
 def _phases(folder: Path) -> list[_Phase]:
     """The files of all ranks."""
-    found = []
+    phases = []
     for rank in range(int(os.environ.get("WORLD_SIZE", 1))):
         if (path := folder / str(rank)).exists():
             since, process, host, name = path.read_text().split(" ", 3)
-            found.append(_Phase(rank, float(since), int(process), host, name, path.stat().st_mtime))
-    return found
+            phases.append(_Phase(rank, float(since), int(process), host, name, path.stat().st_mtime))
+    return phases
 
 
 def describe_waits(waits: Sequence[tuple[float, int, str]]) -> str:

@@ -371,23 +371,35 @@ def _layers_together(parameters: Iterable[tuple[str, Tensor]], layer: str) -> It
         yield group
 
 
-def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_parameters(
+    model: Any, parameters: Iterable[tuple[str, Tensor]], renamed: dict[str, str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Convert (name, tensor) pairs of a transformers model to the names and tensors of its checkpoint files.
 
     For example, transformers holds all experts of a layer in one tensor, while checkpoint files, and vLLM, have one
     tensor per expert. A parameter whose tensor does not change keeps its name in the model, except for the families in
     `CHECKPOINT_NAME_FAMILIES`. The names of a thinker begin with "thinker.".
+
+    Args:
+        renamed: name in the model -> name in the files, of parameters whose tensors do not change. A caller that
+            converts a model again and again passes the same dictionary: it is filled in the first call, and spares the
+            others the search for each name, half a second for 700 tensors.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    family = model.config.model_type
+    family, renamed = model.config.model_type, {} if renamed is None else renamed
     for group in converted_together(model, parameters):
+        if len(group) == 1 and (file_name := renamed.get(next(iter(group)))) is not None:
+            yield file_name, group.popitem()[1]
+            continue
         pieces = list(revert_weight_conversion(model, group).items())
+        is_one = len(group) == 1
         name, tensor = group.popitem()
         if family in TRANSPOSED_EXPERTS and ".mlp.experts." in name:  # transformers reads both layouts, writes its own
             pieces = [(name, tensor.transpose(1, 2).contiguous())]
-        elif len(pieces) == 1 and pieces[0][1] is tensor and family not in CHECKPOINT_NAME_FAMILIES:
-            pieces = [(name, tensor)]
+        elif is_one and len(pieces) == 1 and pieces[0][1] is tensor:
+            pieces = [(pieces[0][0] if family in CHECKPOINT_NAME_FAMILIES else name, tensor)]
+            renamed[name] = checkpoint_name(family, pieces[0][0])
         del tensor
         group.clear()
         while pieces:

@@ -133,7 +133,7 @@ def encode_prompt(
         messages, image_sources, video_sources, audio_sources = prompt_of(row)
         images = [load_image(source) for source in image_sources]
         videos, audios = load_videos(processor, video_sources), load_audios(processor, audio_sources)
-        text = render(processor, messages, add_generation_prompt=True, **_template_options(row))
+        text = render(processor, messages, add_generation_prompt=True, **template_options(row))
         text += row.get("answer_prefix") or ""
         sample = encode_text(processor, text, images, videos, audios)
     except ValueError as error:
@@ -317,7 +317,7 @@ class _Turn(NamedTuple):
 def _turn(
     processor: Any, row: Row, messages: Sequence[Message], answer: Message, ends: Sequence[int], prefix: str
 ) -> _Turn:
-    tokenizer, options = getattr(processor, "tokenizer", processor), _template_options(row)
+    tokenizer, options = getattr(processor, "tokenizer", processor), template_options(row)
     answer = {**answer, "content": prefix + text_of(answer)}
     before = render(processor, messages, add_generation_prompt=True, **options) + prefix
     after = render(processor, [*messages, answer], **options)
@@ -337,7 +337,8 @@ def _end_token(tokenizer: Any, ends: Sequence[int]) -> int:
     return ends[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
 
-def _template_options(row: Row) -> dict[str, Any]:
+def template_options(row: Row) -> dict[str, Any]:
+    """What a row gives to the chat template beside its messages."""
     return {"tools": row.get("tools"), "chat_template_kwargs": row.get("chat_template_kwargs")}
 
 

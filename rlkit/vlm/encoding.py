@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from rlkit.data.samples import (
     pad_for_concatenation,
     prompt_sample,
 )
+from rlkit.vlm.expansions import expansions_by_kind
 from rlkit.vlm.processors import (
     AUDIO_PROCESSORS,
     GEMMA3N,
@@ -63,46 +64,92 @@ def encode_text(
     """
     if stray := re.search("[\ud800-\udfff]", text):
         raise ValueError(f"prompt: expected Unicode text, got the unpaired surrogate {stray[0]!r}")
+    media: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": audios}
     tokenizer = getattr(processor, "tokenizer", processor)
     compact = tokenizer(text, add_special_tokens=False)["input_ids"]
-    media: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": audios}
-    for kind, given in media.items():
-        if given and tokenizer is processor:
-            raise ValueError(f"{kind}s: expected none, as the model's processor is a tokenizer, got {len(given)}")
-    arguments: dict[str, Any] = {"images": list(images)} if images else {}
-    arguments |= video_arguments(processor, videos) if videos else {}
-    arguments |= audio_arguments(processor, audios) if audios else {}
-    tokens = {kind: placeholder_id(processor, kind) for kind in media}
-    _check_counts(processor, compact, tokens, media)
+    arguments = _media_arguments(processor, media)
+    _check_counts(processor, compact, media)
     if not any(media.values()):
         return prompt_sample(compact)
     if videos and type(processor).__name__ in OMNI_PROCESSORS and text != _bracketed_video(processor):
         return _encode_videos_apart(processor, text, compact, media)
+    processed = _call_processor(processor, text, media, arguments)
+    placeholders = _placeholders(processor, text, compact, processed, media)
+    decoded = {"images": images, "videos": list(videos), "audios": list(audios)}
+    return prompt_sample(processed.token_ids, compact, vision=processed.vision, placeholders=placeholders, **decoded)
+
+
+def _media_arguments(processor: Any, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Arguments with which a processor uses these media.
+
+    Raises:
+        ValueError: the family does not support them.
+    """
+    for kind, given in media.items():
+        if given and not hasattr(processor, "tokenizer"):
+            raise ValueError(f"{kind}s: expected none, as the model's processor is a tokenizer, got {len(given)}")
+    arguments: dict[str, Any] = {"images": list(media["image"])} if media["image"] else {}
+    arguments |= video_arguments(processor, media["video"]) if media["video"] else {}
+    arguments |= audio_arguments(processor, media["audio"]) if media["audio"] else {}
+    return arguments
+
+
+class _Processed(NamedTuple):
+    """What a processor makes of a text with media.
+
+    Attributes:
+        token_ids: the expanded track.
+        replacements: the text that stands for each placeholder, see `rlkit.vlm.expansions`; none for Qwen-Omni.
+        vision: tensors by their names.
+    """
+
+    token_ids: list[int]
+    replacements: Sequence[Mapping[str, Any]]
+    vision: dict[str, torch.Tensor]
+
+
+def _call_processor(
+    processor: Any, text: str, media: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any]
+) -> _Processed:
+    """The processor's output; Gemma 3n's reports no replacements, and pads audios in a way that changes features."""
     reports = type(processor).__name__ != GEMMA3N
-    arguments |= {"return_text_replacement_offsets": True} if reports else {}
+    arguments = {**arguments, "return_text_replacement_offsets": True} if reports else arguments
     inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **arguments)
-    expanded = inputs["input_ids"][0].tolist()
-    replaced = (inputs.pop("text_replacement_offsets", None) or [[]])[0]
-    replaced = replaced if reports else _gemma3n_replacements(processor, text, media)
-    found = _expansions_by_kind(
-        processor, text, expanded, replaced, {kind: tokens[kind] for kind in media if media[kind]}
-    )
-    placeholders = {tokens[kind]: expansions for kind, expansions in found.items()}
-    if (
-        any(len(expansions) != len(media[kind]) for kind, expansions in found.items())
-        or expand_placeholders(compact, placeholders) != expanded
-    ):
+    reported = (inputs.pop("text_replacement_offsets", None) or [[]])[0]
+    replacements = reported if reports else _gemma3n_replacements(processor, text, media)
+    vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
+    vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
+    if media["audio"] and not reports:
+        vision |= _gemma3n_audios(processor, media["audio"])
+    else:
+        vision |= _longest_audio_frames(vision)
+    return _Processed(inputs["input_ids"][0].tolist(), replacements, vision)
+
+
+def _placeholders(
+    processor: Any,
+    text: str,
+    compact: Sequence[int],
+    processed: _Processed,
+    media: Mapping[str, Sequence[Any]],
+) -> dict[int, list[int | Expansion]]:
+    """`placeholders` of the sample: placeholder id -> the tokens that stand for each of its media.
+
+    Raises:
+        ValueError: they do not expand the compact track to the processor's tokens.
+    """
+    token_of = {kind: placeholder_id(processor, kind) for kind, given in media.items() if given}
+    found = expansions_by_kind(processor, text, processed.token_ids, processed.replacements, token_of)
+    placeholders = {token_of[kind]: of_kind for kind, of_kind in found.items()}
+    has_all = all(len(of_kind) == len(media[kind]) for kind, of_kind in found.items())
+    if not has_all or expand_placeholders(compact, placeholders) != processed.token_ids:
         family, kinds = type(processor).__name__, " and ".join(f"{kind}s" for kind in found)
         source = "runs of its placeholder" if family in OMNI_PROCESSORS else "text_replacement_offsets"
         raise ValueError(
             f"processor: expected {source} that reproduce its tokens, got a {family} whose tokens cannot be assigned "
             f"to the {kinds} of the prompt"
         )
-    vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
-    vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
-    vision |= _gemma3n_audios(processor, audios) if audios and not reports else _longest_audio_frames(vision)
-    decoded = {"images": images, "videos": list(videos), "audios": list(audios)}
-    return prompt_sample(expanded, compact, vision=vision, placeholders=placeholders, **decoded)
+    return placeholders
 
 
 def _longest_audio_frames(vision: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -166,56 +213,25 @@ def _encode_videos_apart(
     return joined
 
 
-def _check_counts(
-    processor: Any, tokens: Sequence[int], placeholders: Mapping[str, Any], media: Mapping[str, Sequence[Any]]
-) -> None:
+def _check_counts(processor: Any, tokens: Sequence[int], media: Mapping[str, Sequence[Any]]) -> None:
     """Check that a prompt has as many placeholders as media of each kind.
 
     The numbers differ if, for example, the text of a question contains a placeholder.
 
     Args:
         tokens: of the prompt, before placeholders are expanded.
-        placeholders: kind -> token id.
         media: kind -> images, videos or audios.
 
     Raises:
         ValueError: names the kind and both numbers.
     """
     feature = feature_id(processor)
-    counts = [(kind, tokens.count(placeholders[kind]), len(given)) for kind, given in media.items()]
-    if feature not in (None, placeholders["image"]):
+    counts = [(kind, tokens.count(placeholder_id(processor, kind)), len(given)) for kind, given in media.items()]
+    if feature not in (None, placeholder_id(processor, "image")):
         counts.append(("image feature", tokens.count(feature), 0))
     for kind, slots, given in counts:
         if slots != given:
             raise ValueError(f"{kind}s: expected {slots}, one per placeholder in the prompt, got {given}")
-
-
-def _expansions_by_kind(
-    processor: Any,
-    text: str,
-    expanded: Sequence[int],
-    replacements: Sequence[Mapping[str, Any]],
-    placeholders: Mapping[str, int],
-) -> dict[str, list[int | Expansion]]:
-    """The tokens that stand for each image, video or audio, by kind.
-
-    Args:
-        expanded: tokens of the processor's output.
-        replacements: as the processor reports them, see `_expansions`.
-        placeholders: kind -> token id, for the kinds that the prompt has.
-    """
-    if type(processor).__name__ in OMNI_PROCESSORS:
-        if [*placeholders] == ["video"] and placeholder_id(processor, "audio") in expanded:  # a video with its sound
-            return {"video": [Expansion(expanded[1:-1])]}
-        return {kind: _run_lengths(expanded, token) for kind, token in placeholders.items()}
-    kinds = [one.get("type", "image") for one in replacements]
-    found = _expansions(processor.tokenizer, text, replacements, [placeholder_id(processor, kind) for kind in kinds])
-    return {kind: [one for one, of in zip(found, kinds, strict=True) if of == kind] for kind in placeholders}
-
-
-def _run_lengths(tokens: Sequence[int], placeholder: int) -> list[int | Expansion]:
-    """The number of tokens in each run of a placeholder."""
-    return [len([*run]) for token, run in groupby(tokens) if token == placeholder]
 
 
 def audio_arguments(processor: Any, audios: Sequence[Audio]) -> dict[str, Any]:
@@ -273,70 +289,3 @@ def _check_frame_counts(name: str, counts: Sequence[int]) -> None:
         raise ValueError(
             f"videos: expected at least 2 frames, as {name} merges two into one, got 1; raise video_fps for short files"
         )
-
-
-class _Gap(NamedTuple):
-    """A range of characters outside all replacements: before the first, between two of them, or after the last."""
-
-    start: int
-    end: int
-    shift: int  # its offset in the expanded text minus that in the text
-
-
-def _expansions(
-    tokenizer: Any, text: str, replacements: Sequence[Mapping[str, Any]], placeholders: Sequence[int]
-) -> list[int | Expansion]:
-    """The tokens that stand for each image (or video) in the expanded track.
-
-    The processor replaces each placeholder in the text with another text, and tokenizes the result. A tokenizer may
-    merge the end of a replacement with the text beside it. The tokens of an image therefore reach from a boundary to
-    the next one. A boundary is a character outside all replacements at which a token begins both in the text and in
-    the expanded text. If there is no boundary between two images, the first gets the tokens of both.
-
-    Args:
-        replacements: for each image (or video) the `span` of its placeholder in the text, its `replacement`, and the
-            `new_span` of that in the expanded text.
-        placeholders: token id of each.
-    """
-    ids, token_at = _tokens_by_character(tokenizer, text)
-    expanded_ids, expanded_token_at = _tokens_by_character(tokenizer, _expanded_text(text, replacements))
-    gaps = _gaps(text, replacements)
-    boundaries = [
-        [x for x in range(gap.start, gap.end + 1) if x in token_at and x + gap.shift in expanded_token_at]
-        for gap in gaps
-    ]
-    places = [i for i, token in enumerate(ids) if token in placeholders]
-    found: list[int | Expansion] = []
-    while (image := len(found)) < len(replacements):
-        following = next(i for i in range(image + 1, len(gaps)) if boundaries[i])
-        left, right = boundaries[image][-1], boundaries[following][0]
-        start = expanded_token_at[left + gaps[image].shift]
-        stop = expanded_token_at[right + gaps[following].shift]
-        tokens = expanded_ids[start:stop]
-        before, after = places[image] - token_at[left], token_at[right] - places[image] - 1
-        is_repetition = not before and not after and set(tokens) == {placeholders[image]}
-        found.append(len(tokens) if is_repetition else Expansion(tokens, before, after))
-        found += [Expansion([])] * (following - image - 1)
-    return found
-
-
-def _expanded_text(text: str, replacements: Sequence[Mapping[str, Any]]) -> str:
-    pieces, end = [], 0
-    for one in replacements:
-        pieces += [text[end : one["span"][0]], one["replacement"]]
-        end = one["span"][1]
-    return "".join([*pieces, text[end:]])
-
-
-def _gaps(text: str, replacements: Sequence[Mapping[str, Any]]) -> list[_Gap]:
-    starts = [0, *(one["span"][1] for one in replacements)]
-    ends = [*(one["span"][0] for one in replacements), len(text)]
-    shifts = [0, *(one["new_span"][1] - one["span"][1] for one in replacements)]
-    return [_Gap(*gap) for gap in zip(starts, ends, shifts, strict=True)]
-
-
-def _tokens_by_character(tokenizer: Any, text: str) -> tuple[list[int], dict[int, int]]:
-    """Token ids, and: character -> index of the first token that begins there; the end of the text counts as one."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts = [*(start for start, _ in encoded["offset_mapping"]), len(text)]
-    return encoded["input_ids"], {start: i for i, start in reversed([*enumerate(starts)])}

@@ -76,14 +76,19 @@ TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkp
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 TOKENWISE_LAYERS = frozenset({"mlp", "moe"})  # layers of their own in Nemotron-H, without attention
-# classes of transformers whose only inputs with an entry for each token are hidden states and a mask of padding
-RECURRENT_CLASSES = frozenset(
+# classes of transformers with the gated delta rule, whose last state can be handed on from a prompt to its answers
+DELTA_RULE_CLASSES = frozenset(
     {
         "Qwen3_5GatedDeltaNet",
         "Qwen3_5MoeGatedDeltaNet",
         "Qwen3NextGatedDeltaNet",
         "OlmoHybridGatedDeltaNet",
         "KimiLinearDeltaAttention",
+    }
+)
+# classes of transformers whose only inputs with an entry for each token are hidden states and a mask of padding
+RECURRENT_CLASSES = DELTA_RULE_CLASSES | frozenset(
+    {
         "Lfm2ShortConv",
         "Lfm2MoeShortConv",
         "NemotronHMamba2Mixer",

@@ -182,9 +182,8 @@ def position_ids(
     joined = concatenate_vision(vision, POSITION_KEYS)
     times: Any = next((joined.pop(name) for name in VIDEO_TIME_KEYS if name in joined), None)
     if times is not None:
-        times = (
-            times.double()
-        )  # vLLM multiplies and floors in float64 (for Qwen-Omni `rope3d_position_ids` uses float32)
+        # vLLM multiplies and floors in float64 (for Qwen-Omni `rope3d_position_ids` uses float32)
+        times = times.double()
     return rope3d_position_ids(tokens, attended, **joined, second_per_grid_ts=times, spec=spec)[0]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.lookup import check_source, requires_extra
+from rlkit.data.lookup import check_source, one_line, requires_extra
 from rlkit.vlm.families import WHOLE_MODELS
 from rlkit.vlm.model_size import check_fits_files, check_layer_counts
 from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
@@ -21,7 +21,7 @@ MODELSCOPE = "modelscope:"
 
 
 @cache
-def model_path(path: str) -> str:
+def model_path(path: str | Path) -> str:
     """Downloads or converts a model that is named by its source, and returns its directory.
 
     A model named `modelscope:OWNER/NAME` is downloaded. `smollm2` and GGUF files are converted once, see
@@ -31,6 +31,7 @@ def model_path(path: str) -> str:
         ValueError: the download from ModelScope failed, or a GGUF file cannot be read.
         ImportError: the package modelscope, or one that a conversion needs, is not installed.
     """
+    path = str(path)
     if path == SMOLLM2:
         return smollm2_path()
     if path.endswith(".gguf"):
@@ -45,7 +46,7 @@ def model_path(path: str) -> str:
         raise ValueError(f"model {path!r}: {error}") from error
 
 
-def load_config(path: str, *, trust_remote_code: bool = False, file: str = "config.json") -> Any:
+def load_config(path: str | Path, *, trust_remote_code: bool = False, file: str = "config.json") -> Any:
     """The transformers configuration of a model; of Qwen-Omni that of the thinker, the part that writes text.
 
     Args:
@@ -72,7 +73,7 @@ def load_config(path: str, *, trust_remote_code: bool = False, file: str = "conf
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
     except Exception as error:  # a configuration is data: it may be wrong in any way
-        raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
+        raise ValueError(f"model {path!r}: config.json: {one_line(error)}") from error
     if (thinker := thinker_config(config)) is not config:
         thinker.name_or_path = path
     return thinker
@@ -101,7 +102,11 @@ def has_vision(config: Any) -> bool:
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, on_meta: bool = False
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    on_meta: bool = False,
 ) -> Any:
     """Loads a vision-language model or a text model.
 
@@ -117,6 +122,7 @@ def load_model(
         ValueError: as `load_config`; weights that are missing, quantized or cannot be read, see
             `rlkit.vlm.weight_files`; or many fewer than the configuration says, see `rlkit.vlm.model_size`.
     """
+    path = str(path)
     config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "value_head", False):
         raise ValueError(f"model: expected a language model, got the value model {path!r}; use load_value_model for it")
@@ -148,17 +154,18 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
     return model
 
 
-def make_model(path: str, *, dtype: torch.dtype = torch.float32) -> Any:
+def make_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """A model with random weights, made of the configuration in a directory.
 
     Raises:
         ValueError: no model can be made of the configuration.
     """
+    path = str(path)
     config = load_config(path)
     try:
         return _auto_class(config).from_config(config, dtype=dtype).eval()
     except Exception as error:  # a configuration is data: it may be wrong in any way
-        raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
+        raise ValueError(f"model {path!r}: config.json: {one_line(error)}") from error
 
 
 def load_pretrained(path: str, config: Any, **options: Any) -> Any:
@@ -238,12 +245,8 @@ def _check_sizes(path: str, config: Any, **options: Any) -> None:
         with torch.device("meta"):
             model = _auto_class(config).from_config(config, **known)
     except Exception as error:  # a configuration is data: it may be wrong in any way
-        raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
+        raise ValueError(f"model {path!r}: config.json: {one_line(error)}") from error
     check_fits_files(path, config, model)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _auto_class(config: Any) -> Any:

@@ -86,10 +86,11 @@ def convert_gguf(file: Path, directory: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(**source)
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        read, found = AutoModelForCausalLM.from_pretrained(**source, **options, output_loading_info=True)
+        model_class: Any = AutoModelForCausalLM
+        read, info = model_class.from_pretrained(**source, **options, output_loading_info=True)
     except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
         raise ValueError(f"model {str(file)!r}: expected a GGUF file that transformers reads, got: {error}") from error
-    if missing := ", ".join(sorted(found["missing_keys"])):
+    if missing := ", ".join(sorted(info["missing_keys"])):
         raise ValueError(f"model {str(file)!r}: expected a GGUF file with every weight, got one without {missing}")
     # transformers cannot save a model that was read from GGUF, so its weights are copied into a new model
     model = type(read).from_pretrained(None, config=config, state_dict=read.state_dict(), dtype=torch.bfloat16)

@@ -86,6 +86,30 @@ def suppressed_token_ids(config: Any, tokenizer: Any) -> torch.Tensor:
     return torch.tensor([*inside, *range(len(tokenizer), size)], dtype=torch.long)
 
 
+def check_vocabulary(processor: Any, config: Any) -> None:
+    """Refuse a tokenizer with tokens that have no embedding, which would end a run where the first one appears.
+
+    Special tokens that the chat template does not write are let through. Gemma 3's text models are published with the
+    tokenizer of those with images, whose image token (262144) is one beyond their embedding.
+
+    Args:
+        processor: a processor or tokenizer.
+        config: of the model.
+
+    Raises:
+        ValueError: it names the first of these tokens.
+    """
+    tokenizer, size = getattr(processor, "tokenizer", processor), config.get_text_config().vocab_size
+    template = str(processor.chat_template)
+    unused = {i for i, x in tokenizer.added_tokens_decoder.items() if x.special and x.content not in template}
+    beyond = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= size and i not in unused)
+    if beyond:
+        raise ValueError(
+            f"vocab_size: expected at least the {len(tokenizer)} tokens of the model's tokenizer, got {size}, so that "
+            f"{beyond[0][1]!r} has no embedding"
+        )
+
+
 def without_video_processor(processor_class: Any) -> Any:
     """A subclass of a processor class without its video processor, which needs torchvision.
 
@@ -125,7 +149,7 @@ def without_video_processor(processor_class: Any) -> Any:
 
 
 def load_processor(
-    path: str,
+    path: str | Path,
     *,
     trust_remote_code: bool = False,
     video_fps: float = 2.0,

@@ -204,28 +204,24 @@ def rope3d_position_ids(
         _check_placeholders("video", is_video, videos)
 
     grids = _grid_table(images, videos, intervals, spec)
-    grid, index = _locate_in_grids(is_image.flatten(), is_video.flatten(), grids)
-    ids, starts_grid = _offsets(grid, index, attended.flatten(), is_video.flatten(), grids, spec)
-    ids = ids.view(3, *input_ids.shape)
+    grid, index = _locate_in_grids(is_image, is_video, grids)
+    offsets, starts_grid = _offsets(grid, index, attended, is_video, grids, spec)
     advance = grids.advance
     if spec.audio_token_id is not None and len(videos):
         is_audio = attended & (input_ids == spec.audio_token_id)
         sound = find_video_sound(is_audio, attended, is_video, grid, index, grids.tokens)
         grid = sound.grid
-        ids.copy_(torch.where(sound.is_sound.view(input_ids.shape), sound.place.view(input_ids.shape), ids))
+        offsets = torch.where(sound.is_sound, sound.place, offsets)
         advance = torch.where(sound.ends_grid, sound.audio_tokens, advance)
-        starts_grid &= ~sound.is_sound
+        starts_grid = starts_grid & ~sound.is_sound
         if spec.shared_brackets:
-            is_sound = sound.is_sound.view(input_ids.shape)
-            is_text = attended & ~(is_image | is_video | is_sound)
-            has_sound = (is_video | is_sound) & (sound.audio_tokens.index_select(0, grid) > 0).view(input_ids.shape)
-            begins = has_sound & starts_grid.view(input_ids.shape)
-            starts_grid &= ~repeats_previous_id(attended, is_text, has_sound, begins).flatten()
+            is_text = attended & ~(is_image | is_video | sound.is_sound)
+            has_sound = (is_video | sound.is_sound) & (sound.audio_tokens[grid] > 0)
+            starts_grid = starts_grid & ~repeats_previous_id(attended, is_text, has_sound, has_sound & starts_grid)
 
-    # The first token of a grid adds the grid's whole advance to the running sum; all tokens of the grid subtract it.
-    step = advance.index_select(0, grid)
-    start = (step * starts_grid).view(input_ids.shape).cumsum_(1).flatten().sub_(step)
-    ids.view(3, -1).add_(start).mul_(attended.flatten())
+    # a grid's first token adds its advance to the running sum, so the grid starts at the sum without its own advance
+    start = (advance[grid] * starts_grid).cumsum(1) - advance[grid]
+    ids = (start + offsets) * attended
     length = attended.sum(1)
     largest = ids.amax((0, 2)) if input_ids.shape[1] else length
     return ids, torch.where(length > 0, largest + 1 - length, 0)
@@ -268,50 +264,42 @@ def _grid_table(images: Tensor, videos: Tensor, intervals: Tensor, spec: Rope3DS
 
 
 def _locate_in_grids(is_image: Tensor, is_video: Tensor, grids: _Grids) -> tuple[Tensor, Tensor]:
-    """The grid of each of the B * T tokens, and the token's index in that grid; text: the last grid, and 0.
+    """The grid of each token, and the token's index in that grid, both [B, T]; text: the last grid, and 0.
 
-    `seen` is the number of visual tokens up to and including this one, with all images before all videos. The number
-    of grids that end before it is looked up in a table, which is faster than a search per token. In-place operations
-    are used because allocating memory costs more than the arithmetic.
+    `seen` is the number of visual tokens up to and including this one, with all images before all videos. The token's
+    grid is the first that ends at `seen` or later.
     """
-    size = len(is_video)
     ends = grids.tokens[:-1].cumsum(0, dtype=torch.int32)
     starts = pad(ends, (1, 0))
-    is_visual, seen = is_image, is_image.cumsum(0, dtype=torch.int32)
-    if len(grids.tokens) - 1 > grids.images:
-        image_tokens = grids.tokens[: grids.images].sum(dtype=torch.int32)
-        is_visual = is_image | is_video
-        seen = torch.where(is_video, is_video.cumsum(0, dtype=torch.int32) + image_tokens, seen).clamp_(max=size)
-    grids_ended = torch.zeros(size + 2, dtype=torch.int32, device=is_image.device)
-    grids_ended.index_add_(0, ends.clamp(max=size) + 1, torch.ones_like(ends)).cumsum_(0)
-    grid = grids_ended.index_select(0, seen).masked_fill_(~is_visual, len(grids.tokens) - 1)
-    index = seen.sub_(starts.index_select(0, grid)).sub_(1).masked_fill_(~is_visual, 0)
+    image_tokens = grids.tokens[: grids.images].sum(dtype=torch.int32)
+    seen = torch.where(is_video, image_tokens + _count_so_far(is_video), _count_so_far(is_image))
+    is_visual = is_image | is_video
+    grid = torch.where(is_visual, torch.searchsorted(ends, seen), len(ends))
+    index = torch.where(is_visual, seen - starts[grid] - 1, 0)
     return grid, index
+
+
+def _count_so_far(mask: Tensor) -> Tensor:
+    """int32 [B, T]: how many tokens are True up to and including this one, over all rows in their order."""
+    return mask.flatten().cumsum(0, dtype=torch.int32).view(mask.shape)
 
 
 def _offsets(
     grid: Tensor, index: Tensor, attended: Tensor, is_video: Tensor, grids: _Grids, spec: Rope3DSpec
 ) -> tuple[Tensor, Tensor]:
-    """(time, y, x) of each token from the start of its grid, int64 [3, B * T]; and whether it is the first token there.
+    """(time, y, x) of each token from the start of its grid, int64 [3, B, T]; and whether it is the first token there.
 
-    Quotients are computed in float32, which is faster than integer division: floor((index + 1/2) / n) is index // n
-    below 2 ** 21, with 2 ulp to spare.
+    With `framewise_video` each frame of a video counts as a grid of its own.
     """
-    width = grids.w.float().index_select(0, grid)
-    area = (grids.h * grids.w).float().index_select(0, grid)
-    rest = index.float().add_(0.5)
-    frame = (rest / area).floor_()
-    rest.addcmul_(frame, area, value=-1)
+    width, area = grids.w[grid], (grids.h * grids.w)[grid]
+    frame, in_frame = index // area, index % area
+    y, x = in_frame // width, in_frame % width
     starts_grid = attended & (index == 0)
     if spec.framewise_video:
-        starts_grid |= is_video & (rest < 1)
-        frame.masked_fill_(is_video, 0)
-    y = (rest / width).floor_()
-    x = rest.addcmul_(y, width, value=-1)
-    offsets = torch.empty(3, len(grid), dtype=torch.long, device=grid.device)
-    offsets[0] = _time_index(frame, grids.interval.index_select(0, grid), spec) if grids.timed else frame
-    offsets[1], offsets[2] = y, x
-    return offsets, starts_grid
+        starts_grid = starts_grid | (is_video & (in_frame == 0))
+        frame = torch.where(is_video, 0, frame)
+    time = _time_index(frame, grids.interval[grid], spec) if grids.timed else frame
+    return torch.stack([time, y, x]).long(), starts_grid
 
 
 def _time_index(frame: Tensor, interval: Tensor, spec: Rope3DSpec) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class VideoSound(NamedTuple):
-    """Audio tokens that belong to videos. The first three are per token [B * T], the others per grid."""
+    """Audio tokens that belong to videos. The first three are per token [B, T], the others per grid."""
 
     is_sound: Tensor
     grid: Tensor  # the grid of each token, of sound that of its video
@@ -19,19 +19,28 @@ class VideoSound(NamedTuple):
 def find_video_sound(
     is_audio: Tensor, attended: Tensor, is_video: Tensor, grid: Tensor, index: Tensor, tokens: Tensor
 ) -> VideoSound:
-    """An audio token belongs to the video before it if only audio tokens are in between."""
-    shape = is_audio.shape
-    column = torch.arange(shape[1], device=is_audio.device)
+    """An audio token belongs to the video before it if only audio tokens are in between.
+
+    Args:
+        is_audio, attended, is_video, grid, index: [B, T].
+        tokens: of each grid.
+    """
+    column = torch.arange(is_audio.shape[1], device=is_audio.device)
     previous = torch.where(attended & ~is_audio, column, -1).cummax(1).values  # the last attended token but audio
-    is_sound, previous = (is_audio & _take(is_video, previous)).flatten(), previous.clamp(min=0)
-    grid = torch.where(is_sound, grid.view(shape).gather(1, previous).flatten(), grid)
-    count = torch.zeros_like(tokens).index_add_(0, grid, is_sound.int())
-    count_before = count.cumsum(0, dtype=torch.int32) - count
-    sound_index = is_sound.cumsum(0, dtype=torch.int32) - 1 - count_before.index_select(0, grid)
-    previous_index = index.view(shape).gather(1, previous).flatten()
-    follows_last_frame = is_sound & (previous_index + 1 == tokens.index_select(0, grid))
-    ends_grid = torch.zeros_like(tokens).index_add_(0, grid, follows_last_frame.int()) > 0
-    return VideoSound(is_sound, grid, sound_index, count, ends_grid)
+    is_sound = is_audio & _take(is_video, previous)
+    previous = previous.clamp(min=0)
+    grid = torch.where(is_sound, grid.gather(1, previous), grid)
+    audio_tokens = _count_by_grid(is_sound, grid, tokens)
+    sounds_so_far = is_sound.flatten().cumsum(0, dtype=torch.int32).view(is_sound.shape)
+    sounds_before_grid = audio_tokens.cumsum(0, dtype=torch.int32) - audio_tokens
+    place = sounds_so_far - 1 - sounds_before_grid[grid]
+    follows_last_frame = is_sound & (index.gather(1, previous) + 1 == tokens[grid])
+    return VideoSound(is_sound, grid, place, audio_tokens, _count_by_grid(follows_last_frame, grid, tokens) > 0)
+
+
+def _count_by_grid(mask: Tensor, grid: Tensor, tokens: Tensor) -> Tensor:
+    """How many tokens of each grid are True; of the shape and dtype of `tokens`."""
+    return torch.zeros_like(tokens).index_add(0, grid.flatten(), mask.flatten().to(tokens.dtype))
 
 
 def repeats_previous_id(attended: Tensor, is_text: Tensor, has_sound: Tensor, begins: Tensor) -> Tensor:

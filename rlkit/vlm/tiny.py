@@ -21,6 +21,7 @@ from rlkit.vlm.images import load_image
 from rlkit.vlm.videos import load_videos
 
 TINY_MARK = "rlkit_tiny"  # in config.json, also of what is trained from it
+HEADS, KV_HEADS, PATCH_SIZE = 4, 2, 14
 
 SPECIAL = [
     "<|endoftext|>",
@@ -79,7 +80,7 @@ def _tokenizer(corpus: Sequence[str], vocab_size: int, special: list[str], alone
     )
 
 
-def tiny_processor(tokenizer: Any, patch_size: int = 14, *, videos: bool = False) -> Any:
+def tiny_processor(tokenizer: Any, *, videos: bool = False) -> Any:
     """A processor with this tokenizer, for images with 28 to 224 pixels per side.
 
     Args:
@@ -90,11 +91,11 @@ def tiny_processor(tokenizer: Any, patch_size: int = 14, *, videos: bool = False
     from rlkit.vlm.processors import without_video_processor
 
     size = {"shortest_edge": 28 * 28, "longest_edge": 224 * 224}  # pixels of an image, or of a frame of a video
-    images = Qwen2VLImageProcessorPil(size=size, patch_size=patch_size)
+    images = Qwen2VLImageProcessorPil(size=size, patch_size=PATCH_SIZE)
     of_videos: dict[str, Any] = {
         "size": size,
         "cap_pixels_per_frame": False,
-        "patch_size": patch_size,
+        "patch_size": PATCH_SIZE,
         "temporal_patch_size": 2,
         "merge_size": 2,
     }
@@ -108,21 +109,11 @@ def tiny_processor(tokenizer: Any, patch_size: int = 14, *, videos: bool = False
     return processor
 
 
-def tiny_config(
-    tokenizer: Any,
-    *,
-    hidden: int = 128,
-    layers: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    vision_hidden: int = 64,
-    vision_layers: int = 2,
-    patch_size: int = 14,
-) -> Any:
+def tiny_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, vision_hidden: int = 64) -> Any:
     """A Qwen2.5-VL configuration of about 0.7M parameters, with tied embeddings."""
     from transformers import Qwen2_5_VLConfig
 
-    half = hidden // heads // 2
+    half = hidden // HEADS // 2
     side = half * 3 // 8
     ids = tokenizer.convert_tokens_to_ids
     text = {
@@ -130,8 +121,8 @@ def tiny_config(
         "hidden_size": hidden,
         "intermediate_size": 3 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
         "bos_token_id": None,
@@ -140,14 +131,14 @@ def tiny_config(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * side, side, side]},
     }
     vision = {
-        "depth": vision_layers,
+        "depth": 2,
         "hidden_size": vision_hidden,
         "intermediate_size": 3 * vision_hidden,
         "num_heads": 4,
-        "patch_size": patch_size,
-        "window_size": 8 * patch_size,
+        "patch_size": PATCH_SIZE,
+        "window_size": 8 * PATCH_SIZE,
         "out_hidden_size": hidden,
-        "fullatt_block_indexes": [vision_layers - 1],
+        "fullatt_block_indexes": [1],
         "tokens_per_second": 4,
     }
     mark: dict[str, Any] = {TINY_MARK: True}
@@ -163,7 +154,7 @@ def tiny_config(
     )
 
 
-def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2) -> Any:
+def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2) -> Any:
     """A Qwen2 configuration of about 0.4M parameters, with tied embeddings."""
     from transformers import Qwen2Config
 
@@ -173,8 +164,8 @@ def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, head
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
         max_position_embeddings=4096,
         initializer_range=hidden**-0.5,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},

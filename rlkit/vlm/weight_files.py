@@ -34,7 +34,7 @@ def weight_files(path: str, *, local_only: bool = False) -> list[str]:
     options: dict[str, Any] = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
     options["_raise_exceptions_for_connection_errors"] = not local_only
     if index := cached_file(path, INDEX, **options):
-        names = _listed_files(index)
+        names = listed_files(index)
         found = (cached_file(path, name, **(options if local_only else {})) for name in names)
         files = [file for file in found if file is not None]
         return files if len(files) == len(names) else []
@@ -42,7 +42,12 @@ def weight_files(path: str, *, local_only: bool = False) -> list[str]:
     return [single] if single else []
 
 
-def _listed_files(index: str | Path) -> list[str]:
+def listed_files(index: str | Path) -> list[str]:
+    """Names of the files that an index lists.
+
+    Raises:
+        ValueError: an index of another form.
+    """
     try:
         return sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -77,7 +82,7 @@ def check_trainable(path: str, config: Any) -> None:
     if (folder / ADAPTERS).is_file():
         raise ValueError(adapters_message(path))
     if (folder / SINGLE).is_file() and (folder / INDEX).is_file():
-        if SINGLE not in _listed_files(folder / INDEX):
+        if SINGLE not in listed_files(folder / INDEX):
             raise ValueError(
                 f"model {path!r}: expected one set of weights, got {SINGLE} and the other files of "
                 f"{INDEX}; transformers reads the former, vLLM the latter; move one of them"

@@ -39,39 +39,6 @@ def test_batches_hold_every_row_once_within_the_budget(lengths, budget, data):
         assert [row for row in range(len(lengths)) if groups[row] in here] == batch
 
 
-@given(lengths=LENGTHS, budget=st.integers(1, 60), least=st.integers(1, 12), data=st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_ranks_can_have_the_same_number_of_batches(lengths, budget, least, data):
-    """As many batches as asked for, unless there are fewer groups; they still keep to the budget and to the groups."""
-    ids = data.draw(st.none() | st.lists(st.integers(0, 8), min_size=len(lengths), max_size=len(lengths)))
-    groups = list(range(len(lengths))) if ids is None else ids
-    few = token_budget_batches(lengths, budget, micro_batch_group=ids)
-    batches = token_budget_batches(lengths, budget, micro_batch_group=ids, min_batches=least)
-    assert len(batches) == max(len(few), min(least, len(set(groups)))) and all(batches)
-    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
-    for total, batch in zip(sums(lengths, batches), batches, strict=True):
-        here = {groups[row] for row in batch}
-        assert (total <= budget or len(here) == 1) and batch == [i for i, group in enumerate(groups) if group in here]
-
-
-@given(lengths=LENGTHS, k=st.integers(1, 5), data=st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
-def test_partitions_keep_groups_together(lengths, k, data):
-    ids = data.draw(st.lists(st.integers(0, 8), min_size=len(lengths), max_size=len(lengths)))
-    parts = balanced_partitions(lengths, k, group_ids=ids)
-    assert len(parts) == k and sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    assert all(part == [row for row, group in enumerate(ids) if group in {ids[i] for i in part}] for part in parts)
-    largest = max((sum(n for n, g in zip(lengths, ids, strict=True) if g == group) for group in ids), default=0)
-    assert max(sums(lengths, parts)) <= sum(lengths) / k + largest  # Graham's bound for any list order
-
-
-def test_golden_groups():
-    assert token_budget_batches([5, 4, 3, 2], 20, min_batches=2) == [[0, 3], [1, 2]]
-    assert token_budget_batches([5, 4], 20, min_batches=5) == [[0], [1]]
-    assert token_budget_batches([0, 0], 20, min_batches=2) == [[0], [1]]
-    assert balanced_partitions([5, 1, 4, 3], 2, group_ids=[0, 0, 1, 1]) == [[2, 3], [0, 1]]
-
-
 def test_batches_are_few():
     """Against the lower bound ceil(sum / budget), and against the true optimum where it can be searched."""
     for seed in range(5):
@@ -92,31 +59,26 @@ def test_batches_are_few():
 def test_golden_partitions():
     assert balanced_partitions([5, 4, 3, 3, 3], 2) == [[0, 3], [1, 2, 4]]
     assert balanced_partitions([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
-    assert balanced_partitions([9, 1, 1, 2], 2, equal_size=True) == [[0, 2], [1, 3]]
+    assert balanced_partitions([9, 1, 1, 2], 2) == [[0], [1, 2, 3]]
     assert balanced_partitions([1], 3) == [[0], [], []]
-    assert balanced_partitions([], 2, equal_size=True) == [[], []]
+    assert balanced_partitions([], 2) == [[], []]
 
 
-@given(lengths=LENGTHS, k=st.integers(1, 6), equal_size=st.booleans())
+@given(lengths=LENGTHS, k=st.integers(1, 6))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_partitions_hold_every_row_once_and_balance(lengths, k, equal_size):
-    if equal_size:
-        lengths = lengths[: len(lengths) // k * k]
-    parts = balanced_partitions(lengths, k, equal_size)
-    assert parts == balanced_partitions(lengths, k, equal_size) and len(parts) == k
+def test_partitions_hold_every_row_once_and_balance(lengths, k):
+    parts = balanced_partitions(lengths, k)
+    assert parts == balanced_partitions(lengths, k) and len(parts) == k
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert all(part == sorted(part) for part in parts)
-    if equal_size:
-        assert {len(part) for part in parts} == {len(lengths) // k}
     totals = sums(lengths, parts)
     assert max(totals) - min(totals) <= max(lengths, default=0)
 
 
-@pytest.mark.parametrize("equal_size", [False, True])
-def test_partitions_of_a_batch_are_tight(equal_size):
+def test_partitions_of_a_batch_are_tight():
     rng = random.Random(0)
     lengths = [rng.randint(100, 4096) for _ in range(1024)]
-    totals = sums(lengths, balanced_partitions(lengths, 64, equal_size))
+    totals = sums(lengths, balanced_partitions(lengths, 64))
     assert max(totals) < 1.005 * sum(lengths) / 64
 
 
@@ -130,13 +92,7 @@ def test_partitions_of_a_batch_are_tight(equal_size):
             lambda: token_budget_batches([1, 2], 4, micro_batch_group=[0]),
             "micro_batch_group: expected 2 ids, one per row, got 1",
         ),
-        (
-            lambda: balanced_partitions([1], 1, True, group_ids=[0]),
-            "equal_size: expected False with group_ids, got True",
-        ),
-        (lambda: balanced_partitions([1], 1, group_ids=[]), "group_ids: expected 1 ids, one per row, got 0"),
         (lambda: balanced_partitions([1], 0), "k: expected at least 1 list, got 0"),
-        (lambda: balanced_partitions([1, 2, 3], 2, equal_size=True), "k: expected a divisor of the 3 rows .* got 2"),
         (lambda: balanced_partitions(["a"], 1), "lengths: expected integers"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlkit.data.formats import task_row
 from rlkit.data.messages import message, place_media, prompt_of, read_messages, text_of
 
 PICTURE = {"type": "image"}
@@ -173,6 +174,26 @@ def test_places_of_audios():
         [],
         ["data:audio/wav;base64,UklG"],
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        ("audio", ["a.wav"]),
+        ("audio", ["a.wav", "b.wav"]),
+        ("audio", [{"bytes": b"RIFF", "path": None}]),
+        ("video", ["a.mp4", "b.webm"]),
+        ("video", [{"bytes": None, "path": "a.mp4"}]),
+    ],
+)
+def test_a_list_of_files_in_a_column_for_one_is_named(kind, files):
+    error = f"^{kind}: expected one, got a list of {len(files)} files; put several into a column {kind}s$"
+    with pytest.raises(ValueError, match=error):
+        prompt_of({"question": "Q", kind: files})
+    with pytest.raises(ValueError, match=error):
+        task_row({"question": "Q", "answer": "A", kind: files})
+    frames = ["1.png", "2.png"]
+    assert prompt_of({"question": "Q", "video": frames}).videos == [frames]
 
 
 def test_prompt_of_a_row():

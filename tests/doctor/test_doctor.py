@@ -7,10 +7,13 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import torch
 from PIL import Image
+from transformers import AutoConfig
 
 import rlkit.data.__main__ as data_command
 import rlkit.doctor.__main__ as doctor_command
+import rlkit.doctor.model as model_checks
 from rlkit.data import Task, load_task
 from rlkit.doctor import machine, self_check
 from rlkit.doctor.findings import Finding, line
@@ -19,6 +22,7 @@ from rlkit.doctor.servers import check_servers
 from rlkit.doctor.task import check_rewards, check_rows, show_rows
 from rlkit.rewards.rules import exact_match, numeric_match
 from rlkit.rollout.servers.token import OPEN_ROUTE, TOKEN_VARIABLE
+from rlkit.runs.models import processor_of
 from rlkit.vlm import load_processor
 
 
@@ -111,6 +115,18 @@ def test_a_model_without_one_of_its_files(tiny_dir, tmp_path, change, subject, w
     assert ok is False and words in text
 
 
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_gpu_without_kernels_of_the_gated_delta_rule(family, has_gpu, tmp_path, monkeypatch):
+    AutoConfig.for_model(family, num_hidden_layers=4, hidden_size=64).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(model_checks, "find_spec", lambda name: None)
+    found = texts(check_model(str(tmp_path)))
+    assert ("gated delta rule" in found) is (has_gpu and family == "qwen3_5_text")
+    if "gated delta rule" in found:
+        assert found["gated delta rule"] == ("computed slowly, without kernels: " + machine.LINEAR_ATTENTION, None)
+
+
 def test_a_missing_shard_is_named(tmp_path):
     names = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -120,6 +136,25 @@ def test_a_missing_shard_is_named(tmp_path):
     (tmp_path / names["b.weight"]).write_bytes(b"x")
     (finding,) = check_weight_files(tmp_path)
     assert finding.ok and finding.text.startswith("2 files")
+
+
+@pytest.mark.parametrize(("special", "passes"), [(False, False), (True, True)])
+def test_a_tokenizer_with_more_tokens_than_embeddings(tiny_dir, tmp_path, special, passes):
+    """A run refuses what the check refuses. Gemma 3's text models have a special token that they never see."""
+    path = tmp_path / "model"
+    shutil.copytree(tiny_dir, path)
+    processor = load_processor(str(path))
+    processor.tokenizer.add_tokens(["<new>"], special_tokens=special)
+    processor.save_pretrained(path)
+    text, ok = texts(check_model(str(path)))["vocabulary"]
+    cfg = doctor_command.Options(model=str(path))
+    if passes:
+        assert ok is None and text == "special tokens without an embedding, which no text may have: 1"
+        processor_of(cfg, str(path))
+        return
+    assert ok is False and text.endswith(", so that '<new>' has no embedding")
+    with pytest.raises(ValueError, match="^vocab_size: .*'<new>' has no embedding$"):
+        processor_of(cfg, str(path))
 
 
 # --- a task

@@ -14,7 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch  # noqa: E402
 
-from rlkit.engines import checkpoint, make_engine  # noqa: E402
+from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
@@ -123,7 +123,7 @@ def measure(model_dir, out, backend, device, dtype, options):
     logprobs[rows, : batch.tokens.shape[1]] = engine.infer_batch(batch)[engine.known_outputs[0]]
     logprobs = engine.global_sum(logprobs)
     steps, resumed = [step(engine, batch)], []
-    engine.save_checkpoint(out / "checkpoint", {"step": 1}, wait=False)
+    engine.save_checkpoint(out / "checkpoint", {"step": 1})
     steps += [step(engine, batch) for _ in range(2)]
     engine.load_checkpoint(out / "checkpoint")
     for _ in range(2):
@@ -159,7 +159,6 @@ def main(model_dir, out, device):
         }
     if dist.get_rank() == 0:
         (out / "found.json").write_text(json.dumps(found, indent=1))
-    checkpoint.finish()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -77,7 +77,7 @@ def on_rank(rank, path, out, port):
     with measured(found, "reference"):  # first, as it imports the model's code
         reference = runs.build_scorer(cfg, path, None)
     with measured(found, "policy"):
-        engine = runs.build_engine(cfg, path, None, updates=1)
+        engine = runs.build_engine(cfg, path, None, optimizer_steps=1)
     with measured(found, "export"):
         engine.export_hf(Path(out) / "export", torch.bfloat16)
     found["parameters"] = sum(p.numel() for p in engine.module.parameters())

@@ -33,7 +33,7 @@ from one_gradient import (  # noqa: E402
 from sent_bytes import Sent  # noqa: E402
 
 from rlkit.data import append_response, collate, prompt_sample  # noqa: E402
-from rlkit.engines import checkpoint, make_engine  # noqa: E402
+from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine  # noqa: E402
 from rlkit.engines.megatron import engine as megatron_engine  # noqa: E402, F401
 from rlkit.engines.megatron.optimizer import gather_state  # noqa: E402
@@ -252,10 +252,9 @@ def run(engine, kind, rows, out):
         results["steps"].append(train(engine, batch, loss_fn, losses))
         results["gradients"].append(gradients(engine))
         if step == 0 and out.name in SAVED:
-            engine.save_checkpoint(out / "checkpoint", {"step": 1}, wait=out.name != "pp2")
+            engine.save_checkpoint(out / "checkpoint", {"step": 1})
         if step == 2:
             results["parameters"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param(20_000)}
-    checkpoint.finish()
     if out.name in EXPORTED:
         engine.export_hf(out / "export")
     results["exported"] = dict(engine.get_per_tensor_param())

@@ -29,7 +29,7 @@ from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor, topk, train, with_teacher  # noqa: E402
 from rows import make_batch  # noqa: E402
 
-from rlkit.engines import checkpoint, make_engine  # noqa: E402
+from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.fsdp import fsdp1, fsdp2  # noqa: E402, F401
@@ -139,7 +139,7 @@ def run(model_dir, out, name):
         with parameters_with_gradients(engine) as named:
             gradients.append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
         if step == 1:
-            engine.save_checkpoint(out / "checkpoint", {"step": 2}, wait=name != "data_2")
+            engine.save_checkpoint(out / "checkpoint", {"step": 2})
         if step == 2:
             parameters = {n: x.clone() for n, x in engine.get_per_tensor_param(bucket_bytes=200_000)}
     scores = engine.infer_batch(batch, outputs[:1])[outputs[0]]
@@ -148,7 +148,6 @@ def run(model_dir, out, name):
     if dist.get_rank() == 0:
         torch.save({"gradients": gradients, "parameters": parameters}, out / "tensors.pt")
         (out / "steps.json").write_text(json.dumps({"steps": steps, "total": total}))
-    checkpoint.finish()
 
 
 def resume(model_dir, out, backend):
@@ -233,8 +232,7 @@ def be_killed_while_saving(engine, out):
     for parameter in engine.module.parameters():
         parameter.data.zero_()
     os.fsync = lambda file: os._exit(0)
-    engine.save_checkpoint(out / "killed", {"step": 2}, wait=False)
-    checkpoint.finish()
+    engine.save_checkpoint(out / "killed", {"step": 2})
 
 
 def run_case(name, model_dir, big_dir, out):

@@ -18,7 +18,8 @@ from test_families import vision_model
 from rlkit.engines.checkpoint import random_states, set_random_states
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.packing import attention, flash, vision_attention
-from rlkit.engines.packing.attention import varlen_attention
+from rlkit.engines.packing.attention import AttentionOptions, varlen_attention
+from rlkit.engines.packing.forward_hooks import before_forward, model_facts
 from rlkit.engines.packing.layout import AttentionBlock, PackedLayout
 from rlkit.engines.packing.vision_attention import packed_vision_attention, use_packed_vision_attention
 from rlkit.vlm.families import PATCH_ROW_FAMILIES
@@ -62,7 +63,8 @@ def test_flash_kernels_are_called_with_supported_arguments(dtype, size, value_si
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Kernels() as kernels:
         layout.device, layout.blocks = GPU, [AttentionBlock(*(x.to(GPU) for x in block)) for block in blocks]
         shapes = (4, size), (2, size), (2, value_size)
-        out = varlen_attention(*(torch.empty(49, *x, dtype=dtype, device=GPU) for x in shapes), layout, window=window)
+        q, k, v = (torch.empty(49, *x, dtype=dtype, device=GPU) for x in shapes)
+        out = varlen_attention(q, k, v, layout, AttentionOptions(window=window))
     assert kernels.head_sizes == ([] if kernel is None else [kernel])
     assert out.shape == (49, 4, value_size) and out.device == GPU and out.dtype == dtype
 
@@ -92,10 +94,11 @@ def test_ernies_tokens_of_images_are_marked_without_a_copy_from_the_host():
             called.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    called, config = [], vision_model("ernie4_5_vl_moe").config
-    kwargs = {"input_ids": torch.tensor([[5, config.image_start_token_id, IMAGE, IMAGE, 6]])}
+    called, model = [], vision_model("ernie4_5_vl_moe")
+    kwargs = {"input_ids": torch.tensor([[5, model.config.image_start_token_id, IMAGE, IMAGE, 6]])}
+    facts = model_facts(model)
     with Operators():
-        attention._before_forward(None, (), kwargs, config=config, rope=None, obstacle=None, not_causal=None)
+        before_forward(model, (), kwargs, facts=facts)
     assert kwargs["moe_mm_token_type_ids"].tolist() == [[0, 1, 1, 1, 0]]
     assert called and not [name for name in called if "lift_fresh" in name]
 

@@ -54,17 +54,6 @@ def test_engine_resume_is_exact(tiny_dir, processor, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
 
 
-def test_a_thread_that_writes_a_checkpoint_uses_no_gpu(tiny_dir, processor, tmp_path, monkeypatch):
-    """The current GPU of a new thread is the first one, where the thread of every rank would allocate memory."""
-    used, engine = [], make_resumable(tiny_dir)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: used.append("stream"))
-    engine.save_checkpoint(tmp_path / "step_0", {"step": 0}, wait=False)
-    checkpoint.wait_for_writing()
-    monkeypatch.undo()
-    assert not used and engine.load_checkpoint(tmp_path / "step_0") == {"step": 0}
-
-
 def test_resume_after_steps_in_which_a_part_of_the_model_was_not_used(tiny_dir, processor, tmp_path):
     """The optimizer has no moments of the vision tower if no row before the checkpoint had an image."""
     text, images = make_batch(processor, answers=(2,), sizes=(None,)), make_batch(processor)
@@ -79,41 +68,14 @@ def test_resume_after_steps_in_which_a_part_of_the_model_was_not_used(tiny_dir, 
         assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
 
 
-def test_a_checkpoint_is_written_while_training_continues(tiny_dir, processor, tmp_path):
-    """It contains the state at the time of the save, is complete or absent, and the next save or load waits for it."""
-    batch, engine = make_batch(processor), make_resumable(tiny_dir)
-    engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
-    at_save = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-    engine.save_checkpoint(tmp_path / "step_1", {"step": 1}, wait=False)
-    later = [engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)]
-    engine.save_checkpoint(tmp_path / "step_1", {"step": 3}, wait=False)
-    other = make_resumable(tiny_dir)
-    assert other.load_checkpoint(tmp_path / "step_1") == {"step": 3}
-    engine.save_checkpoint(tmp_path / "step_4", {"step": 4}, wait=False)
-    checkpoint.finish()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_4"]
-    assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) != later[1]
-
-    again = make_resumable(tiny_dir)
-    again.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
-    again.save_checkpoint(tmp_path / "step_1", wait=False)
-    for parameter in again.module.parameters():  # a copy is written
-        parameter.data.zero_()
-    again.load_checkpoint(tmp_path / "step_1")
-    for name, tensor in again.get_per_tensor_param():
-        assert torch.equal(tensor, at_save[name]), name
-    assert [again.train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)] == later
-
-
-def test_a_save_that_fails_in_its_thread_is_reported(tiny_dir, tmp_path):
+def test_a_save_that_fails_at_its_end_is_reported(tiny_dir, tmp_path):
     engine = make_resumable(tiny_dir)
     engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
     (tmp_path / "step_1.old").write_text("")  # a file: rmtree ignores it, and no directory can be renamed to it
-    engine.save_checkpoint(tmp_path / "step_1", {"step": 2}, wait=False)
     with pytest.raises(
         checkpoint.CheckpointNotWritten, match="step_1: expected room for .* complete checkpoint is step_1"
     ):
-        checkpoint.finish()
+        engine.save_checkpoint(tmp_path / "step_1", {"step": 2})
     assert engine.load_checkpoint(tmp_path / "step_1") == {"step": 1}
 
 

@@ -16,8 +16,8 @@ from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.fsdp.sharding import unsplit_modules
 from rlkit.engines.packing.attention import use_packed_attention
+from rlkit.engines.packing.dummy_media import dummy_sample
 from rlkit.engines.packing.inputs import prepare_model_inputs
-from rlkit.engines.packing.micro_batches import dummy_sample
 from rlkit.vlm.inputs import (
     GEMMA_VIDEO_KEYS,
     check_image_tokens,

@@ -16,7 +16,13 @@ from family_configs import BASE, IMAGE, LINEAR, REFUSED, SIGLIP, TEXT, VIDEO, VI
 from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
-from rlkit.engines.packing.attention import NAME, packed_attention, use_packed_attention, varlen_attention
+from rlkit.engines.packing.attention import (
+    NAME,
+    AttentionOptions,
+    packed_attention,
+    use_packed_attention,
+    varlen_attention,
+)
 from rlkit.engines.packing.attention import temperature_by_position as by_position
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
@@ -508,7 +514,8 @@ def test_caps_sinks_and_images_on_a_gpu_equal_the_cpu():
             layout = PackedLayout(starts, lengths, prefixes, torch.device(device))
             moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
             layout.image_ids = moved.pop("images", None)
-            outs.append(varlen_attention(q.to(device), k.to(device), v.to(device), layout, window=3, **moved).cpu())
+            attention_options = AttentionOptions(window=3, **moved)
+            outs.append(varlen_attention(q.to(device), k.to(device), v.to(device), layout, attention_options).cpu())
         torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
 
 

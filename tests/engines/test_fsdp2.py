@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausa
 
 from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine, offload, register_engine
-from rlkit.engines.packing.attention import varlen_attention
+from rlkit.engines.packing.attention import AttentionOptions, varlen_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.shared_prompts import shared_prompt_groups
@@ -183,7 +183,8 @@ def test_varlen_attention_equals_loop(window):
                 heads.append(sum(w * v[j, h // 2] for w, j in zip(weights, seen, strict=True)))
             rows.append(torch.stack(heads))
     expected = torch.stack(rows)
-    out = varlen_attention(q, k, v, PackedLayout(starts, lengths, prefixes, torch.device("cpu")), window=window)
+    layout = PackedLayout(starts, lengths, prefixes, torch.device("cpu"))
+    out = varlen_attention(q, k, v, layout, AttentionOptions(window=window))
     torch.testing.assert_close(out, expected)
     weight = torch.randn(expected.shape, generator=g, dtype=torch.float64)
     for gradient, expected_gradient in zip(
@@ -211,11 +212,11 @@ def test_varlen_attention_on_a_gpu_equals_the_cpu():
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     q, k, v = (torch.randn(sum(lengths), heads, 64, generator=g).bfloat16() for heads in (4, 2, 2))
     for window in (None, 3):
-        cpu = varlen_attention(
-            q.float(), k.float(), v.float(), PackedLayout(starts, lengths, prefixes, torch.device("cpu")), window=window
-        )
+        options = AttentionOptions(window=window)
+        layout = PackedLayout(starts, lengths, prefixes, torch.device("cpu"))
+        cpu = varlen_attention(q.float(), k.float(), v.float(), layout, options)
         layout = PackedLayout(starts, lengths, prefixes, torch.device("cuda"))
-        gpu = varlen_attention(q.cuda(), k.cuda(), v.cuda(), layout, window=window)
+        gpu = varlen_attention(q.cuda(), k.cuda(), v.cuda(), layout, options)
         torch.testing.assert_close(gpu.float().cpu(), cpu, atol=3e-2, rtol=3e-2)
 
 

@@ -166,8 +166,7 @@ from rlkit.tracking import Run
 class Engine:
     def save_checkpoint(self, path, extra):
         own = {f"rng.{dist.get_rank()}": torch.full((99,), float(extra["step"]))}
-        checkpoint.save(path, {"model": {"w": torch.full((99,), float(extra["step"]))}, **own}, extra, wait=False)
-        checkpoint.finish()
+        checkpoint.save(path, {"model": {"w": torch.full((99,), float(extra["step"]))}, **own}, extra)
     def load_checkpoint(self, path):
         return checkpoint.read_manifest(path)
 def fail(*paths, **options):

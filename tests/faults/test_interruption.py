@@ -30,12 +30,12 @@ class Config(RunOptions):
 
 
 class Engine:
-    """One weight, which counts the steps; it is saved by a thread."""
+    """One weight, which counts the steps."""
 
     weight = torch.zeros(1)
 
     def save_checkpoint(self, path, extra):
-        checkpoint.save(path, {"model": {"w": self.weight}}, extra, wait=False)
+        checkpoint.save(path, {"model": {"w": self.weight}}, extra)
 
     def load_checkpoint(self, path):
         extra = checkpoint.read_manifest(path)

@@ -50,7 +50,7 @@ class FusedNorm(torch.autograd.Function):
         return torch.zeros_like(x), torch.zeros_like(weight)
 
 
-def flash(query, key, value, layout, scale=None):
+def flash(query, key, value, layout, options):
     if layout.key_indices is not None:
         key, value = (x.index_select(0, layout.key_indices) for x in (key, value))
     return _Flash.apply(query, key, value)

@@ -23,7 +23,7 @@ from rlkit.plan.fit import make_plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles  # noqa: E402
 from rlkit.plan.rehearsal import Rehearsal, Roles  # noqa: E402
-from rlkit.plan.report import host_memory, time_table  # noqa: E402
+from rlkit.plan.report import host_memory, not_planned, time_table  # noqa: E402
 from rlkit.plan.roofline import Cost, costs  # noqa: E402
 from rlkit.plan.sampler import SamplerMemory  # noqa: E402
 from rlkit.plan.workload import Workload, longest_batch  # noqa: E402
@@ -128,6 +128,26 @@ def test_the_arithmetic_for_megatron_is_what_a_process_takes(found, name):
     if name == "tensor":  # 3072 tokens of 256 bfloat16 numbers: scattered after the embedding, gathered for the head
         planned["sent"] += 2 * 2 * 3072 * 256
     assert planned["sent"] == pytest.approx(taken["sent"], rel=0.01, abs=100)
+
+
+@pytest.mark.parametrize(
+    ("family", "towers"),
+    [
+        ("qwen2_5_vl", []),  # videos have as many patches a token as images
+        ("qwen2_5_omni_thinker", ["the audio tower"]),
+        ("internvl", ["the vision tower, whose patches are not known here"]),
+        ("gemma4", ["the vision tower, whose patches are not known here", "the audio tower"]),
+    ],
+)
+def test_towers_that_are_not_counted_are_named(family, towers):
+    config = AutoConfig.for_model(family, **({"audio_config": {}} if family == "gemma4" else {}))
+    workload = Workload(prompt=100, answer=5, image_tokens=36, prompts=3, group_size=2)
+    expected = [f"activations and FLOPs of {' and '.join(towers)}"] if towers else []
+    assert not_planned(SimpleNamespace(), config, workload) == expected
+    servers = SimpleNamespace(teacher_servers=["http://host:8000"])
+    assert not_planned(servers, config, workload) == ["the GPUs of the teacher's servers", *expected]
+    without_images = replace(workload, image_tokens=0)
+    assert not_planned(SimpleNamespace(), AutoConfig.for_model("internvl"), without_images) == []
 
 
 def test_what_experts_send():

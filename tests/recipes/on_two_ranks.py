@@ -32,7 +32,7 @@ from rlkit.replay.__main__ import replay
 from rlkit.replay.bundles import read_bundle
 from rlkit.replay.compare import compare_bundles
 from rlkit.rollout.shared_rows import SharedRowsRollout
-from rlkit.runs import claim_directory
+from rlkit.runs.directory import claim_directory
 from rlkit.tracking import Run
 
 

@@ -12,7 +12,6 @@ from rlkit.rewards import (
     combine,
     exact_match,
     judged,
-    judged_accuracy,
     judging_problem,
     matches,
     multiple_choice,
@@ -96,30 +95,7 @@ def test_reasons_of_what_is_not_judged():
     assert failures.take() == "2 x a reward of None"
 
 
-# --- accuracy
-
-
-def test_accuracy_is_that_of_the_judged_rows():
-    """A row without a judgement is no wrong answer."""
-    rewards = torch.tensor([1.0, math.nan, math.nan, math.nan])
-    assert judged_accuracy(rewards, lambda x: x) == {"accuracy": 1.0, "judged": 1, "unjudged": 3}
-    another_rank = torch.tensor([0.0, 3.0, 4.0], dtype=torch.float64)  # its rewards, how many judged, how many answers
-    found = judged_accuracy(rewards, lambda sums: sums + another_rank)
-    assert found == {"accuracy": 0.25, "judged": 4, "unjudged": 4}
-    none = judged_accuracy(torch.zeros(0), lambda x: x, max_failed_rewards=0.0)
-    assert math.isnan(none["accuracy"]) and none["judged"] == none["unjudged"] == 0
-
-
-def test_too_many_held_out_rows_without_a_judgement():
-    rewards = torch.tensor([1.0, 0.0, 1.0, math.nan])
-    assert judged_accuracy(rewards, lambda x: x, max_failed_rewards=0.25)["accuracy"] == pytest.approx(2 / 3)
-    with pytest.raises(ValueError) as caught:
-        judged_accuracy(rewards, lambda x: x, max_failed_rewards=0.2, reasons="1 x KeyError: 'a' (mine.py, line 7)")
-    assert str(caught.value) == (
-        "held-out answers: expected at least 80% of 4 judged, got 3: 1 x KeyError: 'a' (mine.py, line 7)"
-    )
-    with pytest.raises(ValueError, match="^held-out answers: expected at least one of 2 judged, got 0$"):
-        judged_accuracy(torch.tensor([math.nan] * 2), lambda x: x)  # a mean of nothing
+# --- too few judged
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from waiting import until
 
 from rlkit.data import load_task
@@ -35,6 +35,7 @@ from rlkit.rollout.servers.shared_load import SharedLoad
 from rlkit.rollout.servers.weight_transfer import GlooGroup, buckets, send_weights
 from rlkit.rollout.vllm_requests import request_seed
 from rlkit.vlm import encode_prompt, load_model
+from rlkit.vlm.loading import load_config
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
@@ -356,9 +357,10 @@ def test_the_next_bucket_is_gathered_while_one_is_sent():
 
     loaded = Future()
     loaded.set_result(None)
-    assert send_weights(watched(), Group(), lambda _: loaded, bucket_bytes=16, timeout=10) == 4 * 16
+    send_weights(watched(), Group(), lambda _: loaded, bucket_bytes=16, timeout=10)
     assert sent == [["w0"], ["w1"], ["w2"], ["w3"]] and threads == {threading.current_thread()}
-    assert send_weights([], Group(), lambda _: loaded) == 0
+    send_weights([], Group(), lambda _: loaded)  # nothing is sent
+    assert len(sent) == 4
 
 
 def test_unfinished_answers_continue_under_new_weights(connect):
@@ -640,7 +642,7 @@ def test_servers_listen_only_on_the_given_address():
     socket.create_connection(("127.0.0.1", group.port), 5).close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", group.port), 5)
-    flags = command("m", "127.0.0.1", 8000, 1, on_gpu=False)
+    flags = command("m", PreTrainedConfig(), "127.0.0.1", 8000, 1, on_gpu=False)
     assert flags[flags.index("--host") + 1] == "127.0.0.1" and "--kv-cache-memory-bytes" in flags
     env = environment("127.0.0.1", 2, on_gpu=False)
     assert env["VLLM_HOST_IP"] == "127.0.0.1" and "VLLM_ALLOW_INSECURE_SERIALIZATION" not in env
@@ -651,7 +653,7 @@ def test_a_server_of_llama4_has_the_attention_temperature_of_its_config(tmp_path
     """By default vLLM switches it off for sequences of up to 32,768 tokens, and on for longer ones."""
     config = {**BASE, **TEXT["llama4_text"], "attn_temperature_tuning": tuned}
     AutoConfig.for_model("llama4_text", **config).save_pretrained(tmp_path)
-    flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
+    flags = command(str(tmp_path), load_config(str(tmp_path)), "127.0.0.1", 8000, 1, on_gpu=False)
     assert json.loads(flags[flags.index("--override-generation-config") + 1]) == {"attn_temperature_tuning": tuned}
     option = '--override-generation-config={"top_k": 5}'
     with (

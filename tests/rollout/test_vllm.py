@@ -24,6 +24,7 @@ from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512,
 from rlkit.rollout.vllm_families import check_weight_updates_work
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 from rlkit.vlm.families import has_bidirectional_images
+from rlkit.vlm.loading import load_config
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
 SPLITS = ["two_ranks/qwen2_5_vl", "two_ranks/qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
@@ -304,17 +305,17 @@ def test_a_family_that_vllm_cannot_compute_on_a_cpu_is_named(tmp_path, family):
     AutoConfig.for_model(family, **options).save_pretrained(tmp_path)
     expected = f"model: expected a family that vLLM can compute on a CPU, got {family}: {OBSTACLES[family]}; use"
     with pytest.raises(ValueError, match=f"^{expected} rollout 'hf'$"):
-        cpu_dtype_and_options(str(tmp_path), None)
+        cpu_dtype_and_options(load_config(str(tmp_path)), None)
 
 
 def test_the_gated_delta_rule_is_sampled_in_bfloat16_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr("rlkit.rollout.vllm_cpu.has_avx512", lambda: True)
     AutoConfig.for_model("qwen3_next", **{**BASE, **TEXT["qwen3_next"]}).save_pretrained(tmp_path)
-    assert cpu_dtype_and_options(str(tmp_path), None) == ("bfloat16", {"enable_prefix_caching": False})
+    assert cpu_dtype_and_options(load_config(str(tmp_path)), None) == ("bfloat16", {"enable_prefix_caching": False})
     with pytest.raises(ValueError, match="^dtype: expected bfloat16 for qwen3_next in vLLM on a CPU, got float32$"):
-        cpu_dtype_and_options(str(tmp_path), "float32")
+        cpu_dtype_and_options(load_config(str(tmp_path)), "float32")
     AutoConfig.for_model("qwen3", **BASE).save_pretrained(tmp_path)
-    assert cpu_dtype_and_options(str(tmp_path), None) == ("float32", {})
+    assert cpu_dtype_and_options(load_config(str(tmp_path)), None) == ("float32", {})
 
 
 @pytest.mark.parametrize("family", BFLOAT16)
@@ -327,15 +328,15 @@ def test_the_gated_delta_rule_is_refused_by_name_where_a_cpu_lacks_avx512(tmp_pa
     obstacle = "its kernel for the gated delta rule needs AVX-512, which this CPU does not have"
     expected = f"got {family}: {obstacle}; use rollout 'hf'"
     with pytest.raises(ValueError, match=f"^model: expected a family that vLLM can compute on a CPU, {expected}$"):
-        cpu_dtype_and_options(str(tmp_path), None)
+        cpu_dtype_and_options(load_config(str(tmp_path)), None)
     with pytest.raises(ValueError, match=expected):
-        command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
+        command(str(tmp_path), load_config(str(tmp_path)), "127.0.0.1", 8000, 1, on_gpu=False)
 
 
 def test_a_server_on_a_cpu_has_the_dtype_that_its_family_needs(tmp_path, monkeypatch):
     AutoConfig.for_model("qwen3_next", **{**BASE, **TEXT["qwen3_next"]}).save_pretrained(tmp_path)
     monkeypatch.setattr("rlkit.rollout.vllm_cpu.has_avx512", lambda: True)
-    flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
+    flags = command(str(tmp_path), load_config(str(tmp_path)), "127.0.0.1", 8000, 1, on_gpu=False)
     assert flags[flags.index("--dtype") + 1] == "bfloat16" and "--no-enable-prefix-caching" in flags
 
 
@@ -352,7 +353,7 @@ def test_images_of_gemma4_are_refused_on_a_cpu_if_they_attend_to_later_tokens(fa
 
 def test_a_server_on_a_cpu_computes_the_rope_of_lfm2_in_pytorch(tmp_path, monkeypatch):
     AutoConfig.for_model("lfm2", **{**BASE, **TEXT["lfm2"]}).save_pretrained(tmp_path)
-    flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
+    flags = command(str(tmp_path), load_config(str(tmp_path)), "127.0.0.1", 8000, 1, on_gpu=False)
     assert flags[flags.index("--compilation-config") + 1] == '{"custom_ops": ["-rotary_embedding"]}'
     assert "--no-enable-prefix-caching" in flags
     option = '-cc={"custom_ops": ["-rms_norm"]}'
@@ -376,7 +377,7 @@ def test_a_users_compilation_config_keeps_what_the_family_needs():
 def test_servers_read_the_files_that_the_trainer_reads(tmp_path):
     """By default vLLM reads those of Mistral's own format, where a repository has both."""
     AutoConfig.for_model("mistral3", text_config={"model_type": "mistral4"}).save_pretrained(tmp_path)
-    flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=True)
+    flags = command(str(tmp_path), load_config(str(tmp_path)), "127.0.0.1", 8000, 1, on_gpu=True)
     options = dict(zip(flags[3:], flags[4:], strict=False))
     assert {options[f"--{name}"] for name in ("config-format", "load-format", "tokenizer-mode")} == {"hf"}
     of_text = json.loads(options["--hf-overrides"])["text_config"]
@@ -384,7 +385,7 @@ def test_servers_read_the_files_that_the_trainer_reads(tmp_path):
     for name in ("model.safetensors", "consolidated.safetensors"):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match="^model: expected one set of weights .* got model.safetensors and consol"):
-        command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=True)
+        command(str(tmp_path), load_config(str(tmp_path)), "127.0.0.1", 8000, 1, on_gpu=True)
 
 
 def test_a_quantized_model_takes_no_weights():

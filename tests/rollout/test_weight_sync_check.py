@@ -13,7 +13,8 @@ from rlkit.data import load_task, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.rollout import Sampling, WeightSyncCheck, make_rollout, measure_mismatch
 from rlkit.rollout.hf import HfRollout
-from rlkit.runs import PolicySampler, TrainingOptions, sync_check_dtype
+from rlkit.runs import PolicySampler, TrainingOptions
+from rlkit.runs.models import sync_check_dtype
 from rlkit.vlm import load_model, load_processor, suppressed_token_ids
 
 RECIPES = Path(__file__).parents[2] / "recipes"

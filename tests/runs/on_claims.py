@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from rlkit.runs import claim_directory
+from rlkit.runs.directory import claim_directory
 
 
 def answer(line):

@@ -9,7 +9,8 @@ import torch
 
 from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import all_reduce
-from rlkit.runs import Answers, PolicySampler, accuracy, too_few_judged
+from rlkit.runs import Answers, PolicySampler
+from rlkit.runs.answers import accuracy, too_few_judged
 
 # of each prompt its answers: (reward, a part of it, tokens, finish reason); None: not judged
 PROMPTS = [

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.runs import claim_directory
-from rlkit.runs.directory import release_directory
+from rlkit.runs.directory import claim_directory, release_directory
 from rlkit.tracking import Run
 
 HERE = Path(__file__).parent

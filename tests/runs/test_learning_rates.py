@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rlkit.runs import learning_rate_schedule
+from rlkit.runs.models import learning_rate_schedule
 
 
 @dataclass

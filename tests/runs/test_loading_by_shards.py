@@ -58,7 +58,7 @@ def test_no_weight_is_read_before_it_is_sharded(text_dir, monkeypatch, build):  
 
     monkeypatch.setattr(fsdp2.Fsdp2Engine, "_shard", look)
     cfg = options(text_dir)
-    build(cfg, str(text_dir), load_processor(str(text_dir)), updates=1)
+    build(cfg, str(text_dir), load_processor(str(text_dir)), optimizer_steps=1)
     assert len(seen) > 10 and all(seen)
 
 

@@ -20,11 +20,10 @@ from rlkit.runs import (
     TaskOptions,
     TrainingOptions,
     check_range,
-    check_ranges,
     load_named_task,
     parse_options,
 )
-from rlkit.runs.options import option_groups
+from rlkit.runs.options import check_ranges, option_groups
 
 
 @dataclass

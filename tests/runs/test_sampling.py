@@ -12,7 +12,8 @@ import torch
 from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed
 from rlkit.rollout.async_sampling import AsyncSampler
-from rlkit.runs import Answers, PolicySampler, Prompts, accuracy, too_few_judged
+from rlkit.runs import Answers, PolicySampler, Prompts, evaluate_heldout
+from rlkit.runs.answers import accuracy, too_few_judged
 
 sys.path.insert(0, str(Path(__file__).parent))
 from some_answers import EVERY, expected, measure, of_a_rank
@@ -80,13 +81,13 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tm
     if named and value is None:
         reason = "^held-out answers: expected at least one of 2 judged, got 0: 2 x a reward of None$"
         with pytest.raises(SystemExit, match=reason):
-            sampler.evaluate(heldout, "before")
+            evaluate_heldout(sampler, heldout, "before")
     else:
-        assert len(sampler.evaluate(heldout, "before", heldout_loss=0.5)) == (0 if value is None else 2)
+        assert len(evaluate_heldout(sampler, heldout, "before", heldout_loss=0.5)) == (0 if value is None else 2)
         assert recorded["heldout_loss_before"] == 0.5 and recorded["heldout"] == 1
         assert ("accuracy_before" in recorded) == (value is not None)
     cfg.max_new_tokens = 0
-    assert sampler.evaluate(heldout, "after") == []
+    assert evaluate_heldout(sampler, heldout, "after") == []
 
 
 def warnings(steps, *, finish="stop", group_size=2):

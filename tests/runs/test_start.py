@@ -14,9 +14,9 @@ from rlkit.runs import (
     TrainingOptions,
     build_engine,
     one_sentence_errors,
-    release_directory,
     start_run,
 )
+from rlkit.runs.directory import release_directory
 from rlkit.vlm import build_tiny, load_processor
 
 
@@ -37,7 +37,7 @@ def adapters(tiny, out, **options):
     torch.rand(7)
     cfg = TrainingOptions(out=str(out), model=tiny, lora_rank=2, **options)
     run = start_run("recipe", cfg, "task")
-    engine = build_engine(cfg, tiny, load_processor(tiny), updates=1)
+    engine = build_engine(cfg, tiny, load_processor(tiny), optimizer_steps=1)
     run.close()
     release_directory(out)
     found = {name: x.detach().clone() for name, x in engine.module.named_parameters() if "lora_" in name}

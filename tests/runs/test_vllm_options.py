@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from helpers import load
 
-from rlkit.runs import adapter_flags, check_ranges, check_rollout_takes_adapters, models, parse_options
-from rlkit.runs.options import check_sync_adapters
+from rlkit.runs import adapter_flags, check_rollout_takes_adapters, models, parse_options
+from rlkit.runs.options import check_ranges, check_sync_adapters
 from rlkit.runs.vllm_options import longest_sequence, optimizer_bytes, share_left, vllm_options
 
 GIB = 2**30

@@ -150,6 +150,24 @@ def test_tensors_of_a_file_are_complete_if_parameters_are_converted_a_few_at_a_t
     assert all(torch.equal(tensor, whole[name]) for name, tensor in pieces)
 
 
+@pytest.mark.parametrize("family", [*VISION, *TEXT])
+def test_names_are_looked_up_once(family, monkeypatch):
+    """A second call yields the same tensors, and asks transformers only for those that are converted."""
+    model = family_model(family) if family in VISION else test_families.text_model(family, TEXT[family], "eager")
+    parameters, renamed = [(name, p.detach()) for name, p in model.named_parameters()], {}
+    first = dict(checkpoint_parameters(model, parameters, renamed))
+    asked = []
+    real = transformers.core_model_loading.revert_weight_conversion
+    monkeypatch.setattr(
+        transformers.core_model_loading,
+        "revert_weight_conversion",
+        lambda model, group: (asked.extend(group), real(model, group))[1],
+    )
+    second = dict(checkpoint_parameters(model, parameters, renamed))
+    assert list(second) == list(first) and all(torch.equal(x, first[name]) for name, x in second.items())
+    assert {*asked} == {name for name, _ in parameters} - renamed.keys() and len(renamed) > len(asked)
+
+
 def test_weights_of_kimi_k25_have_their_published_names():
     model = family_model("kimi_k25")
     named = dict(checkpoint_parameters(model, ((name, p.detach()) for name, p in model.named_parameters())))
@@ -362,10 +380,12 @@ def test_merged_parameters_leave_the_model_alone_and_gather_once(model):
     assert all(torch.equal(before[name], p) for name, p in adapted.named_parameters())
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 100_000])
-def test_no_tensor_is_held_when_the_next_is_asked_for(model, bucket_bytes):
+@pytest.mark.parametrize(("bucket_bytes", "again"), [(0, False), (0, True), (100_000, False)])
+def test_no_tensor_is_held_when_the_next_is_asked_for(model, bucket_bytes, again):
     """Merged or not, in pieces or not: what is whole is there until it is let go of, and no longer."""
-    adapted = lora(model, 3, 8)
+    adapted, renamed = lora(model, 3, 8), {}
+    if again:
+        dict(checkpoint_parameters(model, merged_parameters(adapted), renamed))
     alive, buckets = weakref.WeakSet(), []
 
     def full(tensors):
@@ -379,7 +399,7 @@ def test_no_tensor_is_held_when_the_next_is_asked_for(model, bucket_bytes):
             del part
 
     count = 0
-    for pair in checkpoint_parameters(model, merged_parameters(adapted, full, bucket_bytes)):
+    for pair in checkpoint_parameters(model, merged_parameters(adapted, full, bucket_bytes), renamed):
         count += 1
         del pair
     sizes = [p.numel() * p.element_size() for p in adapted.parameters()]

@@ -23,8 +23,8 @@ from rlkit.data.formats import chat_row  # noqa: E402
 from rlkit.data.samples import AUDIO_MASKS, Audio, Video, check_tracks, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
+from rlkit.engines.packing.dummy_media import dummy_sample  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
-from rlkit.engines.packing.micro_batches import dummy_sample  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.vllm_requests import check_videos  # noqa: E402

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from rlkit.rollout.serve import command
 from rlkit.vlm import load_model, load_processor, model_path
@@ -134,7 +135,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 def test_servers_are_given_the_directory(tmp_path):
     directory = tmp_path / "cache" / "SmolLM2-135M-Instruct"
     directory.mkdir(parents=True)
-    flags = command("smollm2", "127.0.0.1", 8000, 1, on_gpu=False)
+    flags = command("smollm2", PreTrainedConfig(), "127.0.0.1", 8000, 1, on_gpu=False)
     assert flags[flags.index("--model") + 1] == str(directory)
     assert flags[flags.index("--served-model-name") + 1] == "smollm2"
 

@@ -1,6 +1,7 @@
 import base64
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import family_processors  # noqa: E402
 
 from rlkit.data import collate, expand_placeholders  # noqa: E402
-from rlkit.data.samples import check_tracks  # noqa: E402
+from rlkit.data.samples import Expansion, check_tracks  # noqa: E402
+from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     decode,
     encode_prompt,
@@ -31,6 +33,7 @@ from rlkit.vlm import (  # noqa: E402
     placeholder_ids,
     suppressed_token_ids,
 )
+from rlkit.vlm.expansions import expansions  # noqa: E402
 from rlkit.vlm.loading import load_config  # noqa: E402
 
 
@@ -479,6 +482,52 @@ def test_modelscope_gives_config_processor_and_model(tiny_dir, monkeypatch):
     with pytest.raises(ImportError, match=r"^package modelscope: .* pip install -e '\.\[modelscope\]'$"):
         load_processor("modelscope:a/b")
     assert model_path("owner/tiny") == "owner/tiny"
+
+
+def word_tokenizer(text: str, **_) -> dict:
+    """Marks, runs of line ends and words; the id of a token is the number of its text in IDS."""
+    found = [*re.finditer(r"<\w+>|\n+|\w+", text)]
+    return {"input_ids": [IDS.index(one[0]) for one in found], "offset_mapping": [one.span() for one in found]}
+
+
+IDS = ["Look", "Done", "<image>", "<i>", "\n", "\n\n", "\n\n\n"]
+MARK, PATCH, END, TWO_ENDS, THREE_ENDS = range(2, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "inserted", "expected"),
+    [
+        ("Look<image>Done", "<i><i>", [Expansion([PATCH, PATCH])]),
+        ("Look<image>\nDone", "<i><i>\n", [Expansion([PATCH, PATCH, TWO_ENDS], before=0, after=1)]),
+        (
+            "<image>\n<image>Done",
+            "\n<i>\n",
+            [Expansion([END, PATCH, THREE_ENDS, PATCH, END], after=2), Expansion([])],
+        ),
+        ("Look<image>Done", "<image><image><image>", [3]),
+    ],
+)
+def test_an_image_has_the_tokens_between_two_boundaries(text, inserted, expected):
+    replacements, shift = [], 0
+    for mark in re.finditer("<image>", text):
+        span = mark.span()
+        new_span = (span[0] + shift, span[0] + shift + len(inserted))
+        replacements.append({"span": span, "new_span": new_span, "replacement": inserted})
+        shift += len(inserted) - len("<image>")
+    found = expansions(word_tokenizer, text, replacements, [MARK] * len(replacements))
+    assert found == expected
+    compact = word_tokenizer(text)["input_ids"]
+    assert expand_placeholders(compact, {MARK: found}) == word_tokenizer(text.replace("<image>", inserted))["input_ids"]
+
+
+def test_a_model_may_be_named_by_a_path(tiny_dir):
+    place = Path(tiny_dir)
+    assert model_path(place) == load_config(place).name_or_path == load_model(place).name_or_path == tiny_dir
+    assert load_value_model(place).name_or_path == tiny_dir
+    assert type(load_processor(place)) is type(load_processor(tiny_dir))
+    for load in (load_config, load_model, load_processor):
+        with pytest.raises(ValueError, match="model: expected a directory that exists .*, got '/gone/model'"):
+            load(Path("/gone/model"))
 
 
 def test_text_model_has_a_tokenizer_and_its_own_class(processor, tmp_path):

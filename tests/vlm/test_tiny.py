@@ -124,5 +124,5 @@ def test_rows_with_and_without_images_make_one_model_that_sees(tmp_path, sorting
 
 def test_sizes_are_options():
     tokenizer = tiny_text_tokenizer(["abc"])
-    config = tiny_text_config(tokenizer, hidden=64, layers=1, heads=2, kv_heads=1)
+    config = tiny_text_config(tokenizer, hidden=64, layers=1)
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (64, 1, len(tokenizer))

@@ -19,6 +19,7 @@ from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import (
     all_reduce,
+    check_same_rows,
     full_tensor,
     full_tensors,
     init_distributed,
@@ -26,6 +27,16 @@ from rlkit.engines.distributed import (
     reduce_metrics,
 )
 from rlkit.engines.export import export_adapter, export_hf
+from rlkit.engines.fsdp.outputs import (
+    chunks_from_hidden,
+    chunks_of_logits,
+    gather_over_ulysses,
+    last_hidden_states,
+    model_logits,
+    outputs_from_hidden,
+    outputs_from_logits,
+    token_functions,
+)
 from rlkit.engines.fsdp.sharded_loading import load_sharded_weights
 from rlkit.engines.fsdp.sharding import (
     apply_fsdp2,
@@ -35,31 +46,18 @@ from rlkit.engines.fsdp.sharding import (
     unsplit_modules,
 )
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
-from rlkit.engines.logit_functions import (
-    LogitFunction,
-    apply_to_hidden_states,
-    apply_to_logits,
-    head_logits,
-    topk_of_chunks,
-)
+from rlkit.engines.logit_functions import LogitFunction, head_logits, topk_of_chunks
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.model_files import has_meta_weights
 from rlkit.engines.offload import Offloaded, own_memory
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
-from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
-from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses, gather_outputs
+from rlkit.engines.packing.micro_batches import micro_batches
+from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.sampler_dtype import sampler_dtype
 from rlkit.engines.value_head import has_value_head
-from rlkit.losses.logprobs import (
-    TopkLogprobs,
-    linear_logprobs,
-    suppress_tokens,
-    target_logprobs,
-    token_entropy,
-    tokens_per_chunk,
-)
+from rlkit.losses.logprobs import TopkLogprobs
 from rlkit.vlm.adapt import adapter_parameters, checkpoint_buffers, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
@@ -177,11 +175,385 @@ class Fsdp2Engine:
             check_uniform_dtypes(self.module)
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.keep_gradients, self.offload_between_phases = keep_gradients, offload_between_phases
+        self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
         self._weights_on_host, self._state_on_host, self._users_of_weights = Offloaded(), Offloaded(), 0
         if offload_between_phases:
             own_memory(self.module.parameters())
+            self._unload_weights()
+
+    @_needs_weights
+    def train_batch(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        outputs: Sequence[str] = ("logprobs",),
+        *,
+        logit_functions: Mapping[str, LogitFunction] | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on this rank's rows: all micro-batches, gradient clipping, step, scheduler.
+
+        Args:
+            batch: on the host; its totals, which the loss divides by, are counted over all ranks here.
+            loss_fn: (out, mb) -> (loss, metrics). Metrics are 0-d tensors already divided by global totals. They are
+                summed over micro-batches and ranks; for names that end in "/max" the maximum is taken.
+            outputs: any of `known_outputs`, with gradient.
+            logit_functions: further outputs by name, with gradient: functions of the logits and of `batch.unpadded`,
+                which are called for some tokens at a time, see rlkit.engines.logit_functions.
+
+        Returns:
+            The metrics, and `loss`, `grad_norm` (before clipping), `lr`, and `skipped_steps`: 1 if the gradient was not
+            finite, in which case neither weights nor optimizer changed. If no rank has rows, they do not change either,
+            and the metrics are 0.
+        """
+        if self.optimizer is None:
+            raise ValueError("optimizer: expected one for train_batch, got None")
+        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum(), torch.tensor(len(batch))])
+        batch.total_tokens, batch.total_sequences, rows_of_all_ranks = self.global_sum(counts).unbind()
+        self.module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics = []
+        for rows, dummy in self._micro_batches(batch):
+            micro_batch = batch.select(rows)
+            out = self._forward(micro_batch, outputs, dummy, logit_functions)
+            loss, micro_batch_metrics = compute_loss(loss_fn, out, micro_batch.to(self.device))
+            loss.backward()
+            metrics.append(micro_batch_metrics)
+        if self.replicated:
+            all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
+        grad_norm = self._clip().item()
+        lr = self.optimizer.param_groups[0]["lr"]
+        is_finite = grad_norm < float("inf")
+        if is_finite and rows_of_all_ranks:
+            with self._state_on_device():
+                self.optimizer.step()
+        if not self.keep_gradients:
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        reduced = reduce_metrics(sum_metrics(metrics), self.data_parallel_group)
+        return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
+
+    @_needs_weights
+    @torch.no_grad()
+    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
+        self.module.eval()
+        results = {name: torch.zeros(batch.tokens.shape, device=self.device) for name in outputs}
+        for rows, dummy in self._micro_batches(batch):
+            micro_batch = batch.select(rows)
+            out = self._forward(micro_batch, outputs, dummy)
+            width = micro_batch.tokens.shape[1]
+            # an index on the host would make the host wait for the device, in every micro-batch
+            index = torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=True)
+            for name, result in results.items():
+                result[index, :width] = getattr(out, name).float()
+        self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
+        return {name: result.cpu() for name, result in results.items()}
+
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
+        if self.model_parallel_group is not None:
+            check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
+        return micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts)
+
+    def _forward(
+        self,
+        batch: Batch,
+        outputs: Sequence[str],
+        dummy: Sample | None,
+        logit_functions: Mapping[str, LogitFunction] | None = None,
+    ) -> Outputs:
+        """[B, T] outputs of a micro-batch: one forward of the model."""
+        check_output_names(outputs, self.known_outputs)
+        inputs = self._inputs(batch, dummy)
+        results = self._results(batch, inputs, outputs, logit_functions or {})
+        results = gather_over_ulysses(results, inputs, self.ulysses)
+        dummy_loss = 0.0 * next(iter(results.values()))[len(inputs.output_indices) :].sum()
+        return Outputs({name: inputs.scatter(result) for name, result in results.items()}, dummy_loss)
+
+    def _inputs(self, batch: Batch, dummy: Sample | None) -> ModelInputs:
+        return prepare_model_inputs(
+            batch,
+            self.spec,
+            self.device,
+            remove_padding=self.use_remove_padding,
+            share_prompts=self.share_prompts,
+            dummy=dummy,
+            ulysses=self.ulysses,
+            router_replay=self.router_replay,
+            config=self.config,
+        )
+
+    def _results(
+        self, batch: Batch, inputs: ModelInputs, outputs: Sequence[str], logit_functions: Mapping[str, LogitFunction]
+    ) -> dict[str, Tensor]:
+        """[K] of each output, at the positions `logits_to_keep`; those of `logit_functions` come first."""
+        functions = token_functions(logit_functions, batch, inputs, self.ulysses, self.device)
+        options: dict[str, Any] = {"temperature": self.temperature, "suppress": self.suppressed_token_ids}
+        if self.use_fused_kernels:
+            hidden = last_hidden_states(self.module, self._head, inputs)
+            return outputs_from_hidden(hidden, self._head, inputs.targets, outputs, functions, **options)
+        logits = model_logits(self.module, inputs)
+        return outputs_from_logits(logits, inputs.targets, outputs, functions, **options)
+
+    def _clip(self) -> Tensor:
+        """Scale gradients down to `max_grad_norm`; returns the norm before that."""
+        return clip_grad_norm(self.module.parameters(), self.max_grad_norm)
+
+    @property
+    def _head(self) -> Any:
+        """The output layer."""
+        return self.base.get_output_embeddings()
+
+    # --- for teachers
+
+    def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
+        """The K likeliest tokens in place of each token of the mask, as tensors [N, K] for `Batch.add_unpadded`.
+
+        Their log-probabilities are over the whole vocabulary, at the engine's temperature.
+
+        Args:
+            batch: this rank's rows; N is the number of tokens in their mask.
+            k: how many tokens.
+        """
+
+        def topk(inputs: ModelInputs) -> dict[str, Tensor]:
+            if self.use_fused_kernels:
+                hidden = last_hidden_states(self.module, self._head, inputs)
+                chunks = chunks_from_hidden(hidden, self._head, self.suppressed_token_ids)
+            else:
+                chunks = chunks_of_logits(model_logits(self.module, inputs), self.suppressed_token_ids)
+            return topk_of_chunks(chunks, k, self.temperature)._asdict()
+
+        return TopkLogprobs(**self._infer_unpadded(batch, topk))
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """The input of the output layer at the position before each token of the mask, [N, H], see `output_layer`.
+
+        Raises:
+            ValueError: the logits of this model family are not those of its output layer.
+        """
+        self._check_plain_head()
+
+        def hidden(inputs: ModelInputs) -> dict[str, Tensor]:
+            return {"hidden": last_hidden_states(self.module, self._head, inputs)}
+
+        return self._infer_unpadded(batch, hidden)["hidden"]
+
+    @_needs_weights
+    @torch.no_grad()
+    def output_layer(self) -> Callable[[Tensor], Tensor]:
+        """A function from `hidden_states` [n, H] to logits [n, V], -inf at suppressed tokens; on all ranks together.
+
+        It has a copy of the output layer's weight [V, H] in `compute_dtype`, not sharded. So the logits of a teacher
+        over the whole vocabulary can be computed where and when a few of them are needed.
+
+        Raises:
+            ValueError: as `hidden_states`.
+        """
+        self._check_plain_head()
+        self._reshard()
+
+        def copied(x: Tensor) -> Tensor:
+            return full_tensor(x.detach()).to(self.compute_dtype, copy=True)
+
+        bias = None if self._head.bias is None else copied(self._head.bias)
+        return partial(head_logits, weight=copied(self._head.weight), bias=bias, suppress=self.suppressed_token_ids)
+
+    def _check_plain_head(self) -> None:
+        family = self.base.config.model_type
+        if why := head_obstacle(self.base.config):
+            raise ValueError(f"model: expected logits that are the output layer's, got {family}: {why}")
+
+    @_needs_weights
+    @torch.no_grad()
+    def _infer_unpadded(self, batch: Batch, compute: Callable[[ModelInputs], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Results [N, ...] on the host, for the N tokens of this rank's mask; 0 for a token without one before it.
+
+        Args:
+            compute: inputs of a micro-batch -> tensors [K, ...] by name, at the positions `logits_to_keep`.
+        """
+        self.module.eval()
+        results: dict[str, Tensor] = {}
+        for rows, dummy in self._micro_batches(batch):
+            micro_batch = batch.select(rows)
+            inputs = self._inputs(micro_batch, dummy)
+            tokens = batch.unpadded_rows(rows)[micro_batch.unpadded_at(inputs.output_indices)]
+            for name, x in gather_over_ulysses(compute(inputs), inputs, self.ulysses).items():
+                result = results.setdefault(name, torch.zeros(int(batch.mask.sum()), *x.shape[1:], dtype=x.dtype))
+                result[tokens] = x[: len(tokens)].cpu()
+        self._reshard()
+        return results
+
+    # --- for samplers, references and other ranks
+
+    def get_per_tensor_param(
+        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) of every parameter and every saved buffer, with adapters merged.
+
+        Buffers, such as the correction bias of a router, are not trained. They are sent because some are parameters in
+        vLLM, which drops the values of its parameters when it sleeps. All ranks iterate together.
+
+        Args:
+            bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
+                is most of the memory that this takes.
+            dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. Weights
+                are cast before they are gathered; weights with adapters after these have been merged.
+        """
+        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype), self._renamed)
+        yield from checkpoint_buffers(self.base)
+
+    def get_adapter(
+        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+    ) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+        """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each.
+
+        All ranks iterate together. The arguments are those of `get_per_tensor_param`.
+
+        Raises:
+            ValueError: the model has no adapters, or weights other than the adapters are trained, too.
+        """
+        if not self.has_adapters:
+            raise ValueError(
+                "get_adapter: expected a model with adapters, got none; get_per_tensor_param returns its weights"
+            )
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and ".lora_" not in name:
+                raise ValueError(
+                    f"get_adapter: expected adapters to be all that is trained, got {name}, too; get_per_tensor_param "
+                    "returns all weights, with the adapters merged"
+                )
+        gather = partial(_full_tensors_in, dtype=dtype)
+        return self.module.peft_config["default"], self._iterate_on_device(
+            adapter_parameters(self.module, gather, bucket_bytes)
+        )
+
+    def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of every parameter, under the names of the module without adapters."""
+        cast = partial(self._cast_for_sampler, dtype)
+        yield from self._iterate_on_device(merged_parameters(self.module, full_tensors, bucket_bytes, cast))
+
+    def _cast_for_sampler(self, dtype: torch.dtype | None, name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(sampler_dtype(self.base, name, tensor, dtype))
+
+    def _iterate_on_device(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same pairs, with the weights on the device. Tensors that may be offloaded afterwards are copied."""
         with self._weights_on_device():
-            pass  # they are unloaded at the end
+            self._reshard()
+            for name, tensor in weights:
+                yield name, tensor.clone() if self.offload_between_phases else tensor
+                del tensor  # free it before the next one is gathered
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """Yield the module with full weights on every rank, so that sampling gathers them only once."""
+        units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        with self._weights_on_device():
+            for unit in units:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            try:
+                yield self.module
+            finally:
+                for unit in units:
+                    unit.set_reshard_after_forward(unit is not self.module, recurse=False)
+                    unit.reshard()
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """The model without its LoRA adapters: the reference policy, without more memory."""
+        if not self.has_adapters:
+            raise ValueError(
+                "disable_adapter: expected a model with adapters, got none; use a second engine as the reference"
+            )
+        return self._without_adapters()
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        self._reshard()
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        with self.module.disable_adapter():  # peft freezes the adapters here
+            for parameter in trainable:  # but FSDP looks up in its first forward which weights train, and their dtype
+                parameter.requires_grad_(True)
+            yield
+
+    def global_sum(self, x: Tensor | float) -> Tensor:
+        """Sum over data-parallel ranks, on the host."""
+        return all_reduce(torch.as_tensor(x), group=self.data_parallel_group)
+
+    # --- checkpoints and exports
+
+    @_needs_weights
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Save sharded trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
+
+        Args:
+            path: a directory, which is either complete or absent.
+            extra: returned by `load_checkpoint`.
+        """
+        self._reshard()
+        schedule = self.scheduler.state_dict() if self.scheduler is not None else None
+        with self._state_on_device():
+            checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})})
+
+    @_needs_weights
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Load a checkpoint that was saved at any world size; returns its `extra`.
+
+        Raises:
+            ValueError: names a file that is missing or cut short, or says that the checkpoint is of another model.
+        """
+        saved = checkpoint.read_manifest(path)
+        self._reshard()
+        with self._state_on_device():
+            state = self._state()
+            saved_names = checkpoint.tensor_names(path)
+            checkpoint.check_parameter_names(path, saved_names, state["model"])
+            state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in saved_names}
+            checkpoint.leave_out_unsaved_moments(state["optimizer"], saved_names)
+            checkpoint.load(path, state)
+            set_state_dict(
+                self.module,
+                [] if self.optimizer is None else [self.optimizer],
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=StateDictOptions(strict=False),
+            )
+        if self.scheduler is not None and saved["scheduler"] is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        checkpoint.set_random_states(state, self.device)
+        return saved["extra"]
+
+    def _state(self) -> dict[str, Any]:
+        optimizers = [] if self.optimizer is None else [self.optimizer]
+        model, optim = get_state_dict(self.module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
+        return {"model": model, "optimizer": optim, **checkpoint.random_states(self.device)}
+
+    def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
+        export_hf(path, self.base, self._weights(0, dtype), self.processor, dtype)
+
+    def export_adapter(self, path: str | Path) -> None:
+        """Write the LoRA adapters alone, as peft does."""
+        export_adapter(path, *self.get_adapter())
+
+    # --- where weights and optimizer state are
+
+    def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move sharded weights and optimizer state, e.g. to the host while a sampler needs the GPU.
+
+        Raises:
+            ValueError: the engine does so by itself, with `offload_between_phases`.
+        """
+        if self.offload_between_phases:
+            raise ValueError(f"to: expected no offload_between_phases, which moves weights itself, got {device}")
+        if model:
+            self._reshard()
+            self.module.to(device)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.ndim:  # AdamW keeps its step counter on the host
+                        state[name] = value.to(device)
 
     @property
     def host_bytes(self) -> int:
@@ -198,19 +570,31 @@ class Fsdp2Engine:
         finally:
             self._users_of_weights -= 1
             if self.offload_between_phases and not self._users_of_weights:
-                self._reshard()
-                self._weights_on_host.unload(self.module.parameters())
+                self._unload_weights()
+
+    def _unload_weights(self) -> None:
+        self._reshard()
+        self._weights_on_host.unload(self.module.parameters())
 
     @contextmanager
     def _state_on_device(self) -> Iterator[None]:
-        """The same for the optimizer's state."""
+        """A context with the optimizer's state on the device, like `_weights_on_device`."""
         self._state_on_host.load()
         try:
             yield
         finally:
             if self.offload_between_phases and self.optimizer is not None:
-                state = (x for one in self.optimizer.state.values() for x in one.values() if isinstance(x, Tensor))
-                self._state_on_host.unload(x for x in state if x.ndim)  # AdamW keeps its step counter on the host
+                values = (x for state in self.optimizer.state.values() for x in state.values())
+                # AdamW keeps its step counter on the host
+                self._state_on_host.unload(x for x in values if isinstance(x, Tensor) and x.ndim)
+
+    def _reshard(self) -> None:
+        """Shard all parameters, to read or write them: FSDP2 leaves those of the root unit gathered after a forward."""
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+    # --- set-up
 
     def _check_head(self, *, trains: bool) -> None:
         if has_value_head(self.base):
@@ -255,421 +639,8 @@ class Fsdp2Engine:
             for layer in unsplit_modules(self.base):
                 layer.compile(dynamic=True)  # the number of tokens differs in every micro-batch
 
-    @_needs_weights
-    def train_batch(
-        self,
-        batch: Batch,
-        loss_fn: LossFn,
-        outputs: Sequence[str] = ("logprobs",),
-        *,
-        logit_functions: Mapping[str, LogitFunction] | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step on this rank's rows: all micro-batches, gradient clipping, step, scheduler.
-
-        Args:
-            batch: on the host; its totals, which the loss divides by, are counted over all ranks here.
-            loss_fn: (out, mb) -> (loss, metrics). Metrics are 0-d tensors already divided by global totals. They are
-                summed over micro-batches and ranks; for names that end in "/max" the maximum is taken.
-            outputs: any of `known_outputs`, with gradient.
-            logit_functions: further outputs by name, with gradient: functions of the logits and of `batch.unpadded`,
-                which are called for some tokens at a time, see rlkit.engines.logit_functions.
-
-        Returns:
-            The metrics, and `loss`, `grad_norm` (before clipping), `lr`, and `skipped_steps`: 1 if the gradient was not
-            finite, in which case neither weights nor optimizer changed. If no rank has rows, they do not change either,
-            and the metrics are 0.
-        """
-        if self.optimizer is None:
-            raise ValueError("optimizer: expected one for train_batch, got None")
-        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum(), torch.tensor(len(batch))])
-        batch.total_tokens, batch.total_sequences, rows_of_all_ranks = self.global_sum(counts).unbind()
-        self.module.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics = []
-        for rows, dummy in self._micro_batches(batch):
-            micro_batch = batch.select(rows)
-            out = self._forward(micro_batch, outputs, dummy, logit_functions)
-            loss, of_micro_batch = compute_loss(loss_fn, out, micro_batch.to(self.device))
-            loss.backward()
-            metrics.append(of_micro_batch)
-        if self.replicated:
-            all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
-        grad_norm = self._clip().item()
-        lr = self.optimizer.param_groups[0]["lr"]
-        is_finite = grad_norm < float("inf")
-        if is_finite and rows_of_all_ranks:
-            with self._state_on_device():
-                self.optimizer.step()
-        if not self.keep_gradients:
-            self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
-            self.scheduler.step()
-        reduced = reduce_metrics(sum_metrics(metrics), self.data_parallel_group)
-        return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
-
-    @_needs_weights
-    @torch.no_grad()
-    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
-        """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
-        self.module.eval()
-        results = {name: torch.zeros(batch.tokens.shape, device=self.device) for name in outputs}
-        for rows, dummy in self._micro_batches(batch):
-            micro_batch = batch.select(rows)
-            out = self._forward(micro_batch, outputs, dummy)
-            width = micro_batch.tokens.shape[1]
-            # an index on the host would make the host wait for the device, in every micro-batch
-            index = torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=True)
-            for name, result in results.items():
-                result[index, :width] = getattr(out, name).float()
-        self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
-        return {name: result.cpu() for name, result in results.items()}
-
-    def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
-        """The K likeliest tokens in place of each token of the mask, as tensors [N, K] for `Batch.add_unpadded`.
-
-        Their log-probabilities are over the whole vocabulary, at the engine's temperature.
-
-        Args:
-            batch: this rank's rows; N is the number of tokens in their mask.
-            k: how many tokens.
-        """
-
-        def topk(inputs: ModelInputs) -> dict[str, Tensor]:
-            return topk_of_chunks(self._logit_chunks(inputs), k, self.temperature)._asdict()
-
-        return TopkLogprobs(**self._infer_unpadded(batch, topk))
-
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """The input of the output layer at the position before each token of the mask, [N, H], see `output_layer`.
-
-        Raises:
-            ValueError: the logits of this model family are not those of its output layer.
-        """
-        self._check_plain_head()
-        return self._infer_unpadded(batch, lambda inputs: {"hidden": self._last_hidden(inputs)})["hidden"]
-
-    @_needs_weights
-    @torch.no_grad()
-    def output_layer(self) -> Callable[[Tensor], Tensor]:
-        """A function from `hidden_states` [n, H] to logits [n, V], -inf at suppressed tokens; on all ranks together.
-
-        It has a copy of the output layer's weight [V, H] in `compute_dtype`, not sharded. So the logits of a teacher
-        over the whole vocabulary can be computed where and when a few of them are needed.
-
-        Raises:
-            ValueError: as `hidden_states`.
-        """
-        self._check_plain_head()
-        self._reshard()
-        head = self.base.get_output_embeddings()
-
-        def copied(x: Tensor) -> Tensor:
-            return full_tensor(x.detach()).to(self.compute_dtype, copy=True)
-
-        bias = None if head.bias is None else copied(head.bias)
-        return partial(head_logits, weight=copied(head.weight), bias=bias, suppress=self.suppressed_token_ids)
-
-    def _check_plain_head(self) -> None:
-        family = self.base.config.model_type
-        if why := head_obstacle(self.base.config):
-            raise ValueError(f"model: expected logits that are the output layer's, got {family}: {why}")
-
-    @_needs_weights
-    @torch.no_grad()
-    def _infer_unpadded(
-        self, batch: Batch, compute: Callable[[ModelInputs], Mapping[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """Results [N, ...] on the host, for the N tokens of this rank's mask; 0 for a token without one before it.
-
-        Args:
-            compute: inputs of a micro-batch -> tensors [K, ...] by name, at the positions `logits_to_keep`.
-        """
-        self.module.eval()
-        results: dict[str, Tensor] = {}
-        for rows, dummy in self._micro_batches(batch):
-            micro_batch = batch.select(rows)
-            inputs = self._inputs(micro_batch, dummy)
-            tokens = batch.unpadded_rows(rows)[micro_batch.unpadded_at(inputs.output_indices)]
-            for name, x in self._of_all_ranks(compute(inputs), inputs).items():
-                result = results.setdefault(name, torch.zeros(int(batch.mask.sum()), *x.shape[1:], dtype=x.dtype))
-                result[tokens] = x[: len(tokens)].cpu()
-        self._reshard()
-        return results
-
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
-        if self.model_parallel_group is not None:
-            check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
-        return micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts)
-
-    def _forward(
-        self,
-        batch: Batch,
-        outputs: Sequence[str],
-        dummy: Sample | None,
-        logit_functions: Mapping[str, LogitFunction] | None = None,
-    ) -> Outputs:
-        check_output_names(outputs, self.known_outputs)
-        inputs = self._inputs(batch, dummy)
-        results = self._of_all_ranks(self._results(batch, inputs, outputs, logit_functions or {}), inputs)
-        dummy_loss = 0.0 * next(iter(results.values()))[len(inputs.output_indices) :].sum()
-        return Outputs({name: inputs.scatter(result) for name, result in results.items()}, dummy_loss)
-
-    def _inputs(self, batch: Batch, dummy: Sample | None) -> ModelInputs:
-        return prepare_model_inputs(
-            batch,
-            self.spec,
-            self.device,
-            remove_padding=self.use_remove_padding,
-            share_prompts=self.share_prompts,
-            dummy=dummy,
-            ulysses=self.ulysses,
-            router_replay=self.router_replay,
-            config=self.config,
-        )
-
-    def _of_all_ranks(self, results: Mapping[str, Tensor], inputs: ModelInputs) -> Mapping[str, Tensor]:
-        """Results [K, ...] of all ranks that share the rows by Ulysses."""
-        if self.ulysses is None:
-            return results
-        return {name: gather_outputs(x, inputs.outputs_per_rank, self.ulysses) for name, x in results.items()}
-
-    def _results(
-        self, batch: Batch, inputs: ModelInputs, outputs: Sequence[str], logit_functions: Mapping[str, LogitFunction]
-    ) -> dict[str, Tensor]:
-        """[K] of each output, at the positions `logits_to_keep`; those of `logit_functions` come first."""
-        of_functions: dict[str, Tensor] = {}
-        own, unpadded = self._own_unpadded(batch, inputs) if logit_functions else (slice(0), {})
-        if self.use_fused_kernels:
-            hidden, head = self._last_hidden(inputs), self.base.get_output_embeddings()
-            options = {"bias": head.bias, "suppress": self.suppressed_token_ids}
-            for name, function in logit_functions.items():
-                of_functions[name] = apply_to_hidden_states(function, hidden[own], head.weight, unpadded, **options)
-            logprobs, entropy = linear_logprobs(hidden, head.weight, inputs.targets, self.temperature, **options)
-        else:
-            logits = self._logits(inputs)
-            if self.suppressed_token_ids is not None:
-                logits = suppress_tokens(logits, self.suppressed_token_ids)
-            for name, function in logit_functions.items():
-                of_functions[name] = apply_to_logits(function, logits[own], unpadded)
-            logprobs = target_logprobs(logits, inputs.targets, self.temperature)
-            entropy = token_entropy(logits, self.temperature) if "entropy" in outputs else logprobs
-        return {**of_functions, "logprobs": logprobs, **({"entropy": entropy} if "entropy" in outputs else {})}
-
-    def _own_unpadded(self, batch: Batch, inputs: ModelInputs) -> tuple[slice, dict[str, Tensor]]:
-        """The outputs that this rank computes, as a slice of `logits_to_keep`, and `batch.unpadded` at their tokens."""
-        indices = inputs.output_indices
-        if self.ulysses is not None:
-            indices = indices.split(inputs.outputs_per_rank)[self.ulysses.rank]
-        tokens = batch.unpadded_at(indices)
-        return slice(len(tokens)), {name: x[tokens].to(self.device) for name, x in batch.unpadded.items()}
-
-    def _logits(self, inputs: ModelInputs) -> Tensor:
-        return inputs.select_outputs(self.module(**inputs.kwargs, use_cache=False).logits)
-
-    def _logit_chunks(self, inputs: ModelInputs) -> Iterator[Tensor]:
-        """The logits [N, V] in chunks of tokens, -inf at suppressed tokens, without gradient."""
-        if self.use_fused_kernels:
-            hidden, head = self._last_hidden(inputs), self.base.get_output_embeddings()
-            for piece in hidden.split(tokens_per_chunk(hidden, len(head.weight))):
-                yield head_logits(piece, head.weight, head.bias, self.suppressed_token_ids)
-        else:
-            logits = self._logits(inputs)
-            for piece in logits.split(tokens_per_chunk(logits, logits.shape[1])):
-                yield piece if self.suppressed_token_ids is None else suppress_tokens(piece, self.suppressed_token_ids)
-
-    def _last_hidden(self, inputs: ModelInputs) -> Tensor:
-        """[K, H] inputs of the output layer at `logits_to_keep`; the output layer itself gets no tokens."""
-        captured: list[Tensor] = []
-
-        def capture(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-            captured.append(args[0])
-            return (args[0][:, :0],)
-
-        hook = self.base.get_output_embeddings().register_forward_pre_hook(capture)
-        try:
-            self.module(**inputs.kwargs, use_cache=False)
-        finally:
-            hook.remove()
-        return inputs.select_outputs(captured[0])
-
-    @contextmanager
-    def gathered(self) -> Iterator[Any]:
-        """Yield the module with full weights on every rank, so that sampling gathers them only once."""
-        units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-        with self._weights_on_device():
-            for unit in units:
-                unit.set_reshard_after_forward(False, recurse=False)
-                unit.unshard()
-            try:
-                yield self.module
-            finally:
-                for unit in units:
-                    unit.set_reshard_after_forward(unit is not self.module, recurse=False)
-                    unit.reshard()
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """The model without its LoRA adapters: the reference policy, without more memory."""
-        if not self.has_adapters:
-            raise ValueError(
-                "disable_adapter: expected a model with adapters, got none; use a second engine as the reference"
-            )
-        return self._without_adapters()
-
-    @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
-        self._reshard()
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        with self.module.disable_adapter():  # peft freezes the adapters here
-            for parameter in trainable:  # but FSDP looks up in its first forward which weights train, and their dtype
-                parameter.requires_grad_(True)
-            yield
-
-    def global_sum(self, x: Tensor | float) -> Tensor:
-        """Sum over data-parallel ranks, on the host."""
-        return all_reduce(torch.as_tensor(x), group=self.data_parallel_group)
-
-    def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move sharded weights and optimizer state, e.g. to the host while a sampler needs the GPU.
-
-        Raises:
-            ValueError: the engine does so by itself, with `offload_between_phases`.
-        """
-        if self.offload_between_phases:
-            raise ValueError(f"to: expected no offload_between_phases, which moves weights itself, got {device}")
-        if model:
-            self._reshard()
-            self.module.to(device)
-        if optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim:  # AdamW keeps its step counter on the host
-                        state[name] = value.to(device)
-
-    def get_per_tensor_param(
-        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of every parameter and every saved buffer, with adapters merged.
-
-        Buffers, such as the correction bias of a router, are not trained. They are sent because some are parameters in
-        vLLM, which drops the values of its parameters when it sleeps. All ranks iterate together.
-
-        Args:
-            bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
-                is most of the memory that this takes.
-            dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. Weights
-                are cast before they are gathered; weights with adapters after these have been merged.
-        """
-        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype))
-        yield from checkpoint_buffers(self.base)
-
-    def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of every parameter, under the names of the module without adapters."""
-        cast = partial(self._cast_for_sampler, dtype)
-        yield from self._lasting(merged_parameters(self.module, full_tensors, bucket_bytes, cast))
-
-    def _cast_for_sampler(self, dtype: torch.dtype | None, name: str, tensor: Tensor) -> Tensor:
-        return tensor.to(sampler_dtype(self.base, name, tensor, dtype))
-
-    def _lasting(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same pairs, with the weights on the device. Tensors that may be offloaded afterwards are copied."""
-        with self._weights_on_device():
-            self._reshard()
-            for name, tensor in weights:
-                yield name, tensor.clone() if self.offload_between_phases else tensor
-                del tensor  # free it before the next one is gathered
-
-    def get_adapter(
-        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
-    ) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
-        """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each.
-
-        All ranks iterate together. The arguments are those of `get_per_tensor_param`.
-
-        Raises:
-            ValueError: the model has no adapters, or weights other than the adapters are trained, too.
-        """
-        if not self.has_adapters:
-            raise ValueError(
-                "get_adapter: expected a model with adapters, got none; get_per_tensor_param returns its weights"
-            )
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and ".lora_" not in name:
-                raise ValueError(
-                    f"get_adapter: expected adapters to be all that is trained, got {name}, too; get_per_tensor_param "
-                    "returns all weights, with the adapters merged"
-                )
-        gathered = partial(_gathered_in, dtype=dtype)
-        return self.module.peft_config["default"], self._lasting(
-            adapter_parameters(self.module, gathered, bucket_bytes)
-        )
-
-    @_needs_weights
-    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
-        """Save sharded trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
-
-        Args:
-            path: a directory, which is either complete or absent.
-            extra: returned by `load_checkpoint`.
-            wait: return when it is written; otherwise a thread writes a copy, see rlkit.engines.checkpoint.
-        """
-        self._reshard()
-        schedule = self.scheduler.state_dict() if self.scheduler is not None else None
-        with self._state_on_device():
-            checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
-
-    @_needs_weights
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Load a checkpoint that was saved at any world size; returns its `extra`.
-
-        Raises:
-            ValueError: names a file that is missing or cut short, or says that the checkpoint is of another model.
-        """
-        saved = checkpoint.read_manifest(path)
-        self._reshard()
-        with self._state_on_device():
-            state = self._state()
-            saved_names = checkpoint.tensor_names(path)
-            checkpoint.check_parameter_names(path, saved_names, state["model"])
-            state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in saved_names}
-            checkpoint.leave_out_unsaved_moments(state["optimizer"], saved_names)
-            checkpoint.load(path, state)
-            set_state_dict(
-                self.module,
-                [] if self.optimizer is None else [self.optimizer],
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=StateDictOptions(strict=False),
-            )
-        if self.scheduler is not None and saved["scheduler"] is not None:
-            self.scheduler.load_state_dict(saved["scheduler"])
-        checkpoint.set_random_states(state, self.device)
-        return saved["extra"]
-
-    def _state(self) -> dict[str, Any]:
-        optimizers = [] if self.optimizer is None else [self.optimizer]
-        model, optim = get_state_dict(self.module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
-        return {"model": model, "optimizer": optim, **checkpoint.random_states(self.device)}
-
-    def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
-        export_hf(path, self.base, self._weights(0, dtype), self.processor, dtype)
-
-    def export_adapter(self, path: str | Path) -> None:
-        """Write the LoRA adapters alone, as peft does."""
-        export_adapter(path, *self.get_adapter())
-
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
         return apply_fsdp2(model, fsdp_units(model, self.base, dtype), dtype, mesh)
-
-    def _clip(self) -> Tensor:
-        """Scale gradients down to `max_grad_norm`; returns the norm before that."""
-        return clip_grad_norm(self.module.parameters(), self.max_grad_norm)
-
-    def _reshard(self) -> None:
-        """Shard all parameters, to read or write them: FSDP2 leaves those of the root unit gathered after a forward."""
-        for unit in self.module.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
 
 
 class Fsdp2ValueEngine(Fsdp2Engine):
@@ -697,7 +668,7 @@ class Fsdp2ValueEngine(Fsdp2Engine):
             raise ValueError(
                 "model: expected a value head, got none; use rlkit.engines.value_head.with_value_head(model)"
             )
-        if trains and not self.base.get_output_embeddings().weight.requires_grad:
+        if trains and not self._head.weight.requires_grad:
             raise ValueError("model: expected a value head that trains, got a frozen one; add it after lora(...)")
 
     def _results(
@@ -705,10 +676,10 @@ class Fsdp2ValueEngine(Fsdp2Engine):
     ) -> dict[str, Tensor]:
         if logit_functions:
             raise ValueError(f"logit_functions: expected none for a value head, got {', '.join(logit_functions)}")
-        return {"values": self._logits(inputs)[:, 0]}
+        return {"values": model_logits(self.module, inputs)[:, 0]}
 
 
-def _gathered_in(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[Tensor]:
+def _full_tensors_in(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[Tensor]:
     """`full_tensors`, cast before they are gathered."""
     return full_tensors(tensors if dtype is None else [x.to(dtype) for x in tensors])
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from rlkit.engines.distributed import local_part
 from rlkit.engines.model_files import NotInShardsError, check_weights, open_slices
 from rlkit.engines.sampler_dtype import kept_in_float32
 from rlkit.engines.value_head import has_value_head, with_value_head
@@ -87,7 +87,7 @@ def _check_tied_weights(plain: Any, path: str) -> None:
     """Raise a ValueError if an output layer that is tied to the embedding was read, and differs from it."""
     if not ties_output_layer(plain):
         return
-    weights = [layer.weight.detach() for layer in (plain.get_output_embeddings(), plain.get_input_embeddings())]
-    own, other = (x.to_local() if isinstance(x, DTensor) else x for x in weights)
-    if not own.is_meta and own.shape == other.shape and not torch.equal(own, other):
+    layers = plain.get_output_embeddings(), plain.get_input_embeddings()
+    head, embedding = (local_part(layer.weight.detach()) for layer in layers)
+    if not head.is_meta and head.shape == embedding.shape and not torch.equal(head, embedding):
         raise ValueError(other_head_message(path))

@@ -94,16 +94,17 @@ def check_uniform_dtypes(module: nn.Module) -> None:
     Raises:
         ValueError: `from_pretrained` keeps some weights of a family in float32, such as ERNIE's routers.
     """
-    for unit in module.modules() if isinstance(module, FSDPModule) else ():
-        if not isinstance(unit, FSDPModule):
-            continue
-        inner = (x for x in unit.modules() if isinstance(x, FSDPModule) and x is not unit)
-        nested = {id(parameter) for one in inner for parameter in one.parameters()}
-        trained = {n: p.dtype for n, p in unit.named_parameters() if p.requires_grad and id(p) not in nested}
-        if len({*trained.values()}) > 1:
-            kept = next(name for name, dtype in trained.items() if dtype == torch.float32)
-            other = next(str(dtype) for dtype in trained.values() if dtype != torch.float32)
-            raise ValueError(mixed_dtypes_message(f"{kept} in float32 and others in {other.removeprefix('torch.')}"))
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]  # outer ones come before inner ones
+    owner = {parameter: unit for unit in units for parameter in unit.parameters()}
+    trained: dict[FSDPModule, dict[str, torch.dtype]] = {unit: {} for unit in units}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter in owner:  # a model on one rank may have no units
+            trained[owner[parameter]][name] = parameter.dtype
+    for dtypes in trained.values():
+        if len(set(dtypes.values())) > 1:
+            in_float32 = next(name for name, dtype in dtypes.items() if dtype == torch.float32)
+            other = next(str(dtype).removeprefix("torch.") for dtype in dtypes.values() if dtype != torch.float32)
+            raise ValueError(mixed_dtypes_message(f"{in_float32} in float32 and others in {other}"))
 
 
 def mixed_dtypes_message(got: str) -> str:

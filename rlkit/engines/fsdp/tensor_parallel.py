@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from rlkit.engines.distributed import full_tensor
+from rlkit.engines.distributed import full_tensor, local_part
 from rlkit.vlm.families import recurrent_layers
 
 REPLICATED = "replicated_with_grad_allreduce"  # the plan's name for weights that every rank uses for its own heads
@@ -61,9 +60,8 @@ def apply_tensor_parallel(base: Any, mesh: DeviceMesh) -> list[nn.Module]:
 
 def all_reduce_gradients(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     """Sum the gradients of replicated modules over a group whose ranks used them for different heads."""
-    for parameter in (p for module in modules for p in module.parameters() if p.grad is not None):
-        gradient = parameter.grad
-        dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
+    for gradient in (p.grad for module in modules for p in module.parameters() if p.grad is not None):
+        dist.all_reduce(local_part(gradient), group=group)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from rlkit.data.packing import concatenated_ranges
-from rlkit.engines.packing.attention import varlen_attention
+from rlkit.engines.packing.attention import AttentionOptions, varlen_attention
 from rlkit.engines.packing.inputs import ModelInputs
 from rlkit.engines.packing.layout import PackedLayout
 
@@ -185,7 +185,8 @@ class PackedAttention(nn.Module):
         if order is not None:
             key, value = (torch.cat([x, _gather_row(x, order)]) for x in (key, value))
         assert packed_seq_params.layout is not None
-        return varlen_attention(query, key, value, packed_seq_params.layout, scale=self.scale).flatten(1)[:, None]
+        options = AttentionOptions(scale=self.scale)
+        return varlen_attention(query, key, value, packed_seq_params.layout, options).flatten(1)[:, None]
 
 
 def _gather_row(x: Tensor, order: Tensor) -> Tensor:

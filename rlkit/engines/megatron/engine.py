@@ -35,7 +35,13 @@ from megatron.core.tensor_parallel import (
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
-from rlkit.engines.distributed import all_reduce, init_distributed, make_model_parallel_group, reduce_metrics
+from rlkit.engines.distributed import (
+    all_reduce,
+    check_same_rows,
+    init_distributed,
+    make_model_parallel_group,
+    reduce_metrics,
+)
 from rlkit.engines.export import export_hf
 from rlkit.engines.logit_functions import (
     LogitFunction,
@@ -78,7 +84,7 @@ from rlkit.engines.megatron.weights import (
 )
 from rlkit.engines.offload import Offloaded, without_memory_of
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
-from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
+from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.sampler_dtype import sampler_dtype
 from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import TopkLogprobs, suppress_tokens, tokens_per_chunk
@@ -482,7 +488,7 @@ class MegatronEngine:
         """Write a Hugging Face model directory, see `rlkit.engines.export.export_hf`."""
         export_hf(path, self.hf_model, self.get_per_tensor_param(), self.processor, dtype)
 
-    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Save trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
 
         The form is that of the fsdp2 engine: either engine loads it, with any degrees of parallelism.
@@ -490,7 +496,6 @@ class MegatronEngine:
         Args:
             path: a directory, which is either complete or absent.
             extra: returned by `load_checkpoint`.
-            wait: until it is written; otherwise a thread writes a copy, see rlkit.engines.checkpoint.
         """
         state = checkpoint_state(self.parameters, self.distributed_optimizer, self.groups, self.megatron_config)
         embedding = embedding_name(self.megatron_config)
@@ -498,7 +503,7 @@ class MegatronEngine:
             state["model"][LM_HEAD] = state["model"][embedding]
         state |= checkpoint.random_states(self.device)
         schedule = self.scheduler.state_dict() if self.scheduler is not None else None
-        checkpoint.save(path, state, {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
+        checkpoint.save(path, state, {"scheduler": schedule, "extra": dict(extra or {})})
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, see `save_checkpoint`; returns its `extra`.

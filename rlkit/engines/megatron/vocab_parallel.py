@@ -100,6 +100,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperature, suppressed, log_total, entropy = ctx.saved_tensors
         kernels = kernels_for(hidden)
         logit_gradients = _logit_gradients if kernels is None else kernels.logit_gradients
+        add_product = _add_product if kernels is None else kernels.add_product
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         of_tokens = (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy)
@@ -109,12 +110,16 @@ class _LinearLogprobs(torch.autograd.Function):
             with torch.autocast(hidden.device.type, enabled=False):
                 grad_hidden[rows] = grad @ weight
                 if grad_weight is not None:
-                    grad_weight += grad.t() @ hidden[rows]
+                    add_product(grad_weight, grad.t(), hidden[rows])
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
 # --- without Triton
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    total += a @ b
 
 
 def _vocabulary_sums(

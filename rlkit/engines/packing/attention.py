@@ -12,9 +12,9 @@ The registered name must not contain "flash": transformers would look for a kern
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,43 +24,40 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlkit.engines.packing.flash import flash_attn_varlen_func, flash_supports, flash_varlen_attention
+from rlkit.engines.packing.forward_hooks import after_forward, before_forward, cannot_pack, model_facts
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.recurrent import use_separate_sequences
 from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
-from rlkit.vlm.families import (
-    NO_ATTENTION_INTERFACE,
-    VISION_EXPERT_FAMILIES,
-    attention_chunk_size,
-    attention_layer_count,
-    attention_temperature_length,
-    bidirectional_obstacle,
-    check_rope_lengths,
-    has_attention_temperature,
-    has_bidirectional_images,
-    has_bidirectional_images_in_windows,
-    image_groups,
-    layer_types,
-    length_dependent_rope,
-    packing_obstacle,
-    recurrent_layers,
-)
-from rlkit.vlm.processors import placeholder_ids
+from rlkit.vlm.families import NO_ATTENTION_INTERFACE, attention_chunk_size, has_attention_temperature
 
 NAME = "rlkit_packed"
 
 
+class AttentionOptions(NamedTuple):
+    """The options of a layer's causal attention.
+
+    Attributes:
+        scale: of the scores; 1/sqrt(D) by default.
+        window: how many tokens a query attends to, its own included; all by default.
+        chunk: sequences are cut into chunks of this many tokens, and a query attends to keys of its own chunk only.
+        dropout: probability; for packed rows on a GPU without flash-attn it must be 0.
+        softcap: the scores become softcap * tanh(scores / softcap); slower without flash-attn.
+        sinks: [Hq] score of an extra key without a value, which takes its share of the attention; slower.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    dropout: float = 0.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+DEFAULT_OPTIONS = AttentionOptions()
+
+
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    chunk: int | None = None,
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions = DEFAULT_OPTIONS
 ) -> Tensor:
     """Causal attention within each segment of a packed row, and to its prefix.
 
@@ -68,66 +65,56 @@ def varlen_attention(
         query: [N, Hq, D].
         key, value: [N, Hkv, D], Hq a multiple of Hkv; values may have a smaller D.
         layout: of the N tokens.
-        scale: of the scores; 1/sqrt(D) by default.
-        window: how many tokens a query attends to, its own included; all by default.
-        dropout: probability; must be 0 on a GPU without flash-attn.
-        softcap: the scores become softcap * tanh(scores / softcap); slower without flash-attn.
-        sinks: [Hq] score of an extra key without a value, which takes its share of the attention; slower.
-        chunk: sequences are cut into chunks of this many tokens, and a query attends to keys of its own chunk only.
+        options: of the layer.
 
     Returns:
         [N, Hq, D], D of the values.
     """
-    layout = layout if chunk is None else layout.chunked(chunk)
-    needs_sdpa = sinks is not None or layout.image_ids_for(window) is not None
-    needs_sdpa |= softcap is not None and flash_attn_varlen_func() is None
-    if needs_sdpa or not flash_supports(query, value):
-        return _block_attention(query, key, value, layout, scale, window, dropout, softcap, sinks)
+    layout = layout if options.chunk is None else layout.chunked(options.chunk)
+    flash_cannot = (
+        not flash_supports(query, value)
+        or options.sinks is not None
+        or layout.image_ids_for(options.window) is not None
+        or (options.softcap is not None and flash_attn_varlen_func() is None)
+    )
+    if flash_cannot:
+        return _block_attention(query, key, value, layout, options)
     if layout.key_indices is not None:
         key, value = key.index_select(0, layout.key_indices), value.index_select(0, layout.key_indices)
     seqlens = (layout.cu_seqlens_q, layout.cu_seqlens_k, max(layout.lengths), max(layout.key_lengths))
-    window_size = (-1 if window is None else window - 1, 0)
-    return flash_varlen_attention(query, key, value, seqlens, window_size, scale, dropout, softcap)
+    window_size = (-1 if options.window is None else options.window - 1, 0)
+    return flash_varlen_attention(
+        query, key, value, seqlens, window_size, options.scale, options.dropout, options.softcap
+    )
 
 
 def _block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scale: float | None,
-    window: int | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
 ) -> Tensor:
-    """`varlen_attention` by one SDPA call for each block of similar segments."""
+    """`varlen_attention` by one call of `_attend` for each block of similar segments."""
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for block in layout.blocks:
         q = query.index_select(0, block.query_indices.flatten()).unflatten(0, block.query_indices.shape)
         k, v = (x.index_select(0, block.key_indices.flatten()) for x in (key, value))
         k, v = (x.unflatten(0, block.key_indices.shape).transpose(1, 2) for x in (k, v))
-        mask = block.attention_mask(window, layout.image_ids_for(window), layout.images_in_windows)
-        piece = _attend(q.transpose(1, 2), k, v, mask, scale, dropout, softcap, sinks)
+        mask = block.attention_mask(options.window, layout.image_ids_for(options.window), layout.images_in_windows)
+        piece = _attend(q.transpose(1, 2), k, v, mask, options)
         piece = piece.transpose(1, 2).flatten(0, 1).index_select(0, block.valid_queries)
         out = out.index_copy(0, block.query_indices.flatten().index_select(0, block.valid_queries), piece)
     return out
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """SDPA on [S, H, Q, D], or plain matrix products for soft caps and sinks; causal if there is no mask."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
+    """SDPA on [S, H, Q, D], or plain matrix products for soft caps and sinks; causal if there is no mask.
+
+    A window or chunk is part of the mask.
+    """
+    scale, softcap, sinks = options.scale, options.softcap, options.sinks
     if softcap is None and sinks is None:
         is_causal, enable_gqa = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, options.dropout, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
@@ -139,7 +126,7 @@ def _attend(
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
-    return F.dropout(weights, dropout) @ v
+    return F.dropout(weights, options.dropout) @ v
 
 
 @torch.compiler.disable(reason="the layout differs in every micro-batch")
@@ -159,30 +146,44 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: query [B, H, N, D] -> [B, N, H, D]; B = 1 for a packed row."""
     chunk = attention_chunk_size(module)
-    if packed_layout is not None:
-        _check_packable(module, query, key, attention_mask, kwargs)
-        packed_layout.attention_calls += 1
-        query = temperature_by_position(module, query, packed_layout)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        options: dict[str, Any] = {
-            "window": sliding_window,
-            "chunk": chunk,
-            "dropout": dropout,
-            "softcap": softcap,
-            "sinks": s_aux,
-        }
-        attend = varlen_attention if packed_layout.ulysses is None else _ulysses_attention
-        return attend(q, k, v, packed_layout, scale=scaling, **options)[None], None
-    if attention_mask is None and sliding_window is not None and query.shape[2] == key.shape[2] > sliding_window:
-        t = torch.arange(query.shape[2], device=query.device)
-        attention_mask = (t[:, None] >= t) & (t[:, None] - t < sliding_window)
-    if attention_mask is None and chunk is not None and query.shape[2] == key.shape[2] > chunk:
-        t = torch.arange(query.shape[2], device=query.device)
-        attention_mask = (t[:, None] >= t) & (t[:, None] // chunk == t // chunk)
-    if softcap is None and s_aux is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
-    return _attend(query, key, value, mask, scaling, dropout, softcap, s_aux).transpose(1, 2).contiguous(), None
+    options = AttentionOptions(scaling, sliding_window, chunk, dropout, softcap, sinks=s_aux)
+    if packed_layout is None:
+        return _padded_attention(module, query, key, value, attention_mask, options, **kwargs), None
+    _check_packable(module, query, key, attention_mask, kwargs)
+    packed_layout.attention_calls += 1
+    query = temperature_by_position(module, query, packed_layout)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    attend = varlen_attention if packed_layout.ulysses is None else _ulysses_attention
+    return attend(q, k, v, packed_layout, options)[None], None
+
+
+def _padded_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: AttentionOptions,
+    **kwargs: Any,
+) -> Tensor:
+    """`packed_attention` of rows without a layout: by transformers' function, where there is no soft cap or sink."""
+    if mask is None and query.shape[2] == key.shape[2]:
+        mask = _window_or_chunk_mask(query.shape[2], options, query.device)
+    if options.softcap is None and options.sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, options.dropout, options.scale, **kwargs)[0]
+    mask = None if mask is None else mask[..., : key.shape[2]]
+    return _attend(query, key, value, mask, options).transpose(1, 2).contiguous()
+
+
+def _window_or_chunk_mask(tokens: int, options: AttentionOptions, device: torch.device) -> Tensor | None:
+    """[T, T] causal mask within windows or chunks; None if one window or chunk has all tokens, or there is none."""
+    query = torch.arange(tokens, device=device)[:, None]
+    key = query.T
+    if options.window is not None and tokens > options.window:
+        return (query >= key) & (query - key < options.window)
+    if options.chunk is not None and tokens > options.chunk:
+        return (query >= key) & (query // options.chunk == key // options.chunk)
+    return None
 
 
 def temperature_by_position(module: Any, query: Tensor, layout: PackedLayout) -> Tensor:
@@ -218,11 +219,11 @@ def _check_packable(
     }
     if any(unsupported.values()):
         found = ", ".join(name for name, is_there in unsupported.items() if is_there)
-        raise ValueError(_cannot_pack(type(module).__name__, f"its attention has {found}"))
+        raise ValueError(cannot_pack(type(module).__name__, f"its attention has {found}"))
 
 
 def _ulysses_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, *, sinks: Tensor | None, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
 ) -> Tensor:
     """`varlen_attention` of a row that a Ulysses group shares: [n, H, D] of this rank's tokens, in and out."""
     ulysses, heads, tokens = layout.ulysses, query.shape[1], sum(layout.lengths)
@@ -235,8 +236,9 @@ def _ulysses_attention(
         )
     key, value = (x.repeat_interleave(size // gcd(size, x.shape[1]), 1) for x in (key, value))
     query, key, value = (gather_tokens_scatter_heads(x, ulysses) for x in (query, key, value))
-    sinks = None if sinks is None else sinks.chunk(size)[ulysses.rank]
-    out = varlen_attention(query, key, value, layout, sinks=sinks, **options)
+    if options.sinks is not None:
+        options = options._replace(sinks=options.sinks.chunk(size)[ulysses.rank])
+    out = varlen_attention(query, key, value, layout, options)
     return gather_heads_scatter_tokens(out, ulysses)
 
 
@@ -253,10 +255,6 @@ def _packed_attention_mask(
     return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, use_vmap=use_vmap, **kwargs)
 
 
-def _cannot_pack(family: str, why: str) -> str:
-    return f"use_remove_padding: expected False for {family}, whose rows cannot be packed, got True: {why}"
-
-
 def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> None:
     """Route the text model's attention through `varlen_attention`; a vision tower keeps its own attention.
 
@@ -268,18 +266,17 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
     """
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _packed_attention_mask)
-    family, obstacle, not_causal = model.config.model_type, packing_obstacle(model), bidirectional_obstacle(model)
-    if obstacle is None and not _set_attention(model):
-        obstacle = NO_ATTENTION_INTERFACE
-    if packed and obstacle:
-        raise ValueError(_cannot_pack(family, obstacle))
-    if packed and not_causal:
-        raise ValueError(f"model: expected causal attention, got {family}: {not_causal}")
+    facts = model_facts(model)
+    family = model.config.model_type
+    if facts.obstacle is None and not _set_attention(model):
+        facts = facts._replace(obstacle=NO_ATTENTION_INTERFACE)
+    if packed and facts.obstacle:
+        raise ValueError(cannot_pack(family, facts.obstacle))
+    if packed and facts.not_causal:
+        raise ValueError(f"model: expected causal attention, got {family}: {facts.not_causal}")
     use_separate_sequences(model)
-    rope = length_dependent_rope(model.config)
-    before = partial(_before_forward, config=model.config, rope=rope, obstacle=obstacle, not_causal=not_causal)
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(_after_forward, with_kwargs=True)
+    model.register_forward_pre_hook(partial(before_forward, facts=facts), with_kwargs=True)
+    model.register_forward_hook(after_forward, with_kwargs=True)
 
 
 def _set_attention(model: PreTrainedModel) -> bool:
@@ -288,84 +285,3 @@ def _set_attention(model: PreTrainedModel) -> bool:
     nested = [name for name in getattr(model.config, "sub_configs", {}) if getattr(model.config, name, None) is text]
     model.set_attn_implementation({nested[0]: NAME} if nested else NAME)
     return text._attn_implementation == NAME
-
-
-def _before_forward(
-    module: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-    *,
-    config: Any,
-    rope: tuple[str, int] | None,
-    obstacle: str | None,
-    not_causal: str | None,
-) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook: refuse what would be computed wrongly, and mark the tokens of images where a model asks."""
-    family, layout, mask = config.model_type, kwargs.get("packed_layout"), kwargs.get("attention_mask")
-    has_images = kwargs.get("pixel_values") is not None
-    tuned = attention_temperature_length(config)
-    if not (isinstance(mask, Tensor) and mask.ndim == 2):  # only a mask of padding concerns us
-        mask = None
-    is_padded = mask is not None and kwargs.get("token_type_ids") is None
-    if obstacle and layout is not None:
-        raise ValueError(_cannot_pack(family, obstacle))
-    if not_causal and (layout is not None or (is_padded and has_images)):
-        raise ValueError(f"model: expected causal attention, got {family}: {not_causal}")
-    if rope is not None and layout is not None:
-        check_rope_lengths(family, *rope, layout.sequence_lengths)
-    elif rope is not None and mask is not None and mask.shape[1] > rope[1]:
-        check_rope_lengths(family, *rope, mask.sum(1).tolist())
-    if tuned is not None and mask is not None and mask.shape[1] >= tuned and not mask[:, 0].all():
-        raise ValueError(
-            f"attention_mask: expected less than {tuned} columns for {family} in rows padded on the left, because its "
-            f"attention temperature counts padding, got {mask.shape[1]}; use rollout 'vllm' for longer sequences"
-        )
-    if family in VISION_EXPERT_FAMILIES and kwargs.get("moe_mm_token_type_ids") is None:
-        tokens = kwargs["input_ids"]
-        is_vision = reduce(torch.logical_or, (tokens == token for token in placeholder_ids(config)))
-        kwargs["moe_mm_token_type_ids"] = is_vision.int()
-    in_windows = has_bidirectional_images_in_windows(config)
-    if in_windows and layout is not None:
-        kwargs["attention_mask"] = dict.fromkeys(layer_types(config))  # else transformers makes masks for images itself
-        layout.images_in_windows = True
-    elif in_windows and has_images:
-        kwargs["attention_mask"] = _masks_with_images(module, kwargs, config)
-    if has_images and has_bidirectional_images(config):
-        tokens, image_token = kwargs["input_ids"], config.image_token_id
-        if layout is not None:
-            starts = [start for start, length in zip(layout.starts, layout.lengths, strict=True) if length]
-            layout.image_ids = image_groups(tokens[0], image_token, torch.tensor(starts, device=tokens.device))
-        elif is_padded and not in_windows:
-            kwargs["token_type_ids"] = (tokens == image_token).long()
-    return args, kwargs
-
-
-def _masks_with_images(module: Any, kwargs: dict[str, Any], config: Any) -> Any:
-    """The masks of a Gemma 4 forward, by kind of layer: those with which transformers generates.
-
-    The forward of Gemma 4 Unified in transformers 5.19 makes others, in which images are bidirectional in all layers.
-    """
-    tokens = kwargs["input_ids"]
-    embeddings = module.get_input_embeddings().weight
-    return module.create_masks_for_generate(
-        config,
-        embeddings.new_empty(*tokens.shape, 1),
-        kwargs.get("attention_mask"),
-        kwargs.get("past_key_values"),
-        kwargs.get("position_ids"),
-        mm_token_type_ids=(tokens == config.image_token_id).long(),
-    )
-
-
-def _after_forward(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook: raise if a layer computed its attention in another way, which knows nothing of segments."""
-    layout = kwargs.get("packed_layout")
-    if layout is None:
-        return
-    attention, recurrent = attention_layer_count(module.config), len(recurrent_layers(module))
-    if layout.attention_calls < attention:
-        why = f"only {layout.attention_calls} of its {attention} layers call packed attention"
-        raise ValueError(_cannot_pack(module.config.model_type, why))
-    if layout.recurrent_calls < recurrent:
-        why = f"only {layout.recurrent_calls} of its {recurrent} recurrent layers keep its sequences apart"
-        raise ValueError(_cannot_pack(module.config.model_type, why))

@@ -91,20 +91,20 @@ def prepare_model_inputs(
     if remove_padding:
         packing = _pack(batch, rows, device, share_prompts=share_prompts, ulysses=ulysses)
         kwargs = _packed_kwargs(rows, packing, spec)
-        scored = scored._replace(positions=packing.destination[scored.positions])
+        scored = scored._replace(logits_to_keep=packing.destination[scored.logits_to_keep])
         if ulysses is not None:
             scored, outputs_per_rank = _split_among_ranks(scored, kwargs["input_ids"].shape[1], ulysses)
     else:
         kwargs = _padded_kwargs(rows, spec)
     kwargs = gemma_frames_as_images(kwargs, config)  # on the host, which would wait for a device
-    if not len(scored.positions):  # a model needs at least one position
-        scored = scored._replace(positions=torch.zeros(1, dtype=torch.long), targets=rows.tokens.new_zeros(1))
+    if not len(scored.logits_to_keep):  # a model needs at least one position
+        scored = scored._replace(logits_to_keep=torch.zeros(1, dtype=torch.long), targets=rows.tokens.new_zeros(1))
     if remove_padding:
-        kwargs["logits_to_keep"] = scored.positions
+        kwargs["logits_to_keep"] = scored.logits_to_keep
     on_device = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    positions, targets = (x.to(device, non_blocking=True) for x in (scored.positions, scored.targets))
+    logits_to_keep, targets = (x.to(device, non_blocking=True) for x in (scored.logits_to_keep, scored.targets))
     height, width = batch.tokens.shape
-    return ModelInputs(on_device, positions, targets, scored.output_indices, (height, width), outputs_per_rank)
+    return ModelInputs(on_device, logits_to_keep, targets, scored.output_indices, (height, width), outputs_per_rank)
 
 
 class _PaddedRows(NamedTuple):
@@ -112,14 +112,14 @@ class _PaddedRows(NamedTuple):
 
     Attributes:
         tokens, attended: [R, W].
-        positions: position ids, [3, R, W] or [R, W].
+        position_ids: [3, R, W] or [R, W].
         lengths, vision: of each row.
         routed_experts: [R * W, layers, K], -1 where unknown; None if they are not replayed.
     """
 
     tokens: Tensor
     attended: Tensor
-    positions: Tensor
+    position_ids: Tensor
     lengths: list[int]
     vision: list[Any]
     routed_experts: Tensor | None
@@ -138,14 +138,14 @@ def _padded_rows(batch: Batch, spec: Rope3DSpec | None, dummy: Sample | None, *,
     if router_replay and "routed_experts" in batch.fields:
         more = (0, 0, 0, 0, 0, tokens.shape[1] - width, 0, len(lengths) - count)
         routed_experts = pad(batch.routed_experts, more, value=-1).flatten(0, 1)
-    positions = position_ids(tokens, attended, vision, spec)
-    return _PaddedRows(tokens, attended, positions, lengths, vision, routed_experts)
+    ids = position_ids(tokens, attended, vision, spec)
+    return _PaddedRows(tokens, attended, ids, lengths, vision, routed_experts)
 
 
 class _ScoredTokens(NamedTuple):
-    """`logits_to_keep`, `targets` and `output_indices` of `ModelInputs`, on the host."""
+    """The fields of `ModelInputs` with these names, on the host."""
 
-    positions: Tensor
+    logits_to_keep: Tensor
     targets: Tensor
     output_indices: Tensor
 
@@ -160,17 +160,17 @@ def _scored_tokens(batch: Batch, width: int) -> _ScoredTokens:
 def _split_among_ranks(
     scored: _ScoredTokens, row_length: int, ulysses: UlyssesGroup
 ) -> tuple[_ScoredTokens, list[int]]:
-    """This rank's positions and targets with the output indices of all ranks, and the number of outputs per rank."""
+    """This rank's part of the row with the output indices of all ranks, and the number of outputs per rank."""
     part = row_length // ulysses.size
-    rank_of = scored.positions // part
+    rank_of = scored.logits_to_keep // part
     order, outputs_per_rank = rank_of.argsort(stable=True), rank_of.bincount(minlength=ulysses.size).tolist()
     local = order.split(outputs_per_rank)[ulysses.rank]
-    positions, targets = scored.positions[local] % part, scored.targets[local]
-    return _ScoredTokens(positions, targets, scored.output_indices[order]), outputs_per_rank
+    logits_to_keep, targets = scored.logits_to_keep[local] % part, scored.targets[local]
+    return _ScoredTokens(logits_to_keep, targets, scored.output_indices[order]), outputs_per_rank
 
 
 def _padded_kwargs(rows: _PaddedRows, spec: Rope3DSpec | None) -> dict[str, Any]:
-    kwargs = {"input_ids": rows.tokens, "position_ids": rows.positions, "attention_mask": rows.attended.long()}
+    kwargs = {"input_ids": rows.tokens, "position_ids": rows.position_ids, "attention_mask": rows.attended.long()}
     kwargs |= vision_kwargs(rows.tokens, rows.vision, spec)
     return kwargs if rows.routed_experts is None else {**kwargs, "routed_experts": rows.routed_experts}
 
@@ -256,7 +256,7 @@ def _packed_kwargs(rows: _PaddedRows, packing: _Packing, spec: Rope3DSpec | None
     last = rows.tokens[0, rows.lengths[0] - 1]
     kwargs: dict[str, Any] = {
         "input_ids": torch.cat([tokens, last.expand(fill)])[None],
-        "position_ids": pad(rows.positions.flatten(-2)[..., source], (0, fill)).unsqueeze(-2),
+        "position_ids": pad(rows.position_ids.flatten(-2)[..., source], (0, fill)).unsqueeze(-2),
         "packed_layout": packing.layout,
         **vision_kwargs(rows.tokens[first_rows], [rows.vision[row] for row in first_rows], spec),
     }

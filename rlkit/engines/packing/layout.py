@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkit.data.packing import concatenated_ranges
+from rlkit.engines.packing.rows import Rows, rows_that_continue, rows_with_prefixes
 from rlkit.engines.packing.ulysses import UlyssesGroup
 
 
@@ -94,6 +95,21 @@ class PackedLayout:
         prompts = {start for start, length in self.prefixes if length}
         return [n for start, n in zip(self.starts, self.key_lengths, strict=True) if n and start not in prompts]
 
+    @property
+    def has_shared_prompts(self) -> bool:
+        """Whether any segment has a prefix."""
+        return any(length for _, length in self.prefixes)
+
+    @cached_property
+    def rows_with_prefixes(self) -> Rows:
+        """The segments as rows of a batch, each with its prefix before it."""
+        return rows_with_prefixes(self.starts, self.lengths, self.prefixes, self.device)
+
+    @cached_property
+    def rows_that_continue(self) -> Rows:
+        """The segments as rows of a batch, of which those with a prefix continue from its last state."""
+        return rows_that_continue(self.starts, self.lengths, self.prefixes, self.device)
+
     @cached_property
     def cu_seqlens_q(self) -> Tensor:
         """[S + 1] int32 boundaries of the queries, as flash-attn and torch's varlen_attn take them."""
@@ -107,7 +123,7 @@ class PackedLayout:
     @cached_property
     def key_indices(self) -> Tensor | None:
         """[K] index in the row of each key, segment after segment; None if keys and row are the same."""
-        if not any(length for _, length in self.prefixes):
+        if not self.has_shared_prompts:
             return None
         own = zip(self.starts, self.lengths, strict=True)
         ranges = [one for pair in zip(self.prefixes, own, strict=True) for one in pair]
@@ -158,7 +174,6 @@ class PackedLayout:
             key_indices=torch.where(is_key, key_indices, 0).to(self.device),
             distance=distance.to(self.device),
             valid_queries=is_query.flatten().nonzero()[:, 0].to(self.device),
-            own_keys=(is_key & (k >= prefix)).flatten().nonzero()[:, 0].to(self.device),
             is_key=is_key.to(self.device),
         )
 
@@ -171,7 +186,6 @@ class AttentionBlock(NamedTuple):
         key_indices: [S, K] index of each key in the row; 0 for padding.
         distance: [S, Q, K], or [Q, K] if no segment has a prefix: how many tokens a key lies before a query.
         valid_queries: flat indices of the queries, of all S * Q, that are not padding.
-        own_keys: flat indices, of all S * K keys, of the same tokens: neither padding nor in a prefix.
         is_key: [S, K], False for padding.
     """
 
@@ -179,7 +193,6 @@ class AttentionBlock(NamedTuple):
     key_indices: Tensor
     distance: Tensor
     valid_queries: Tensor
-    own_keys: Tensor
     is_key: Tensor
 
     def attention_mask(

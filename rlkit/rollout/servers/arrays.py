@@ -22,5 +22,5 @@ def arrays_of(url: str) -> dict[str, np.ndarray] | None:
     """The arrays of a URL of `array_url`; None for other URLs."""
     if not url.startswith(PREFIX):
         return None
-    with np.load(io.BytesIO(base64.b64decode(url.removeprefix(PREFIX))), allow_pickle=False) as found:
-        return dict(found)
+    with np.load(io.BytesIO(base64.b64decode(url.removeprefix(PREFIX))), allow_pickle=False) as arrays:
+        return dict(arrays)

@@ -37,12 +37,14 @@ class Job:
     """A request to one server, for some of the n samples of a prompt.
 
     Attributes:
+        index: number of the job in a call of `generate`; the jobs of a prompt are adjacent.
         request: the prompt, or the sample to continue.
         first_number: number of the job's first sample within its group.
         count: number of samples.
         body: body of the HTTP request.
     """
 
+    index: int
     request: Sample
     first_number: int
     count: int
@@ -206,28 +208,25 @@ class ServerRollout(ABC):
                         f"{sample_name(request)}: expected text and images for servers of this kind, got {kind}s; use "
                         "rollout 'vllm_server', 'vllm' or 'hf'"
                     )
-        most = self.pool.max_sequences
-        jobs = [
-            Job(request, request.number * n + start, count, self._request_body(request, one, start, count))
-            for request, one in zip(requests, params, strict=True)
-            for start in range(0, n, most)
-            for count in [min(most, n - start)]
-        ]
+        jobs: list[Job] = []
+        for request, request_sampling in zip(requests, params, strict=True):
+            for start in range(0, n, self.pool.max_sequences):
+                count = min(self.pool.max_sequences, n - start)
+                body = self._request_body(request, request_sampling, start, count)
+                jobs.append(Job(len(jobs), request, request.number * n + start, count, body))
         return self.pool.start(self._run(jobs, n, on_finished))
 
     async def _run(self, jobs: Sequence[Job], n: int, on_finished: OnFinished | None) -> list[Sample]:
-        jobs_per_request = len(range(0, n, self.pool.max_sequences))  # the jobs of a request are adjacent
-        indices = {id(job): k for k, job in enumerate(jobs)}
+        jobs_per_request = len(range(0, n, self.pool.max_sequences))
         results: dict[int, list[Sample]] = {}
 
         async def attempt(server: Server, job: Job) -> list[Sample]:
-            k = indices[id(job)]
-            results[k] = await self._request_samples(server, job)
-            i = k // jobs_per_request
+            results[job.index] = await self._request_samples(server, job)
+            i = job.index // jobs_per_request
             same_request = range(i * jobs_per_request, (i + 1) * jobs_per_request)
             if on_finished is not None and results.keys() >= set(same_request):
                 on_finished(i, [sample for other in same_request for sample in results[other]])
-            return results[k]
+            return results[job.index]
 
         samples_of_jobs = await self.pool.run_jobs(jobs, lambda job: job.count, attempt)
         return [sample for samples in samples_of_jobs for sample in samples]
@@ -270,11 +269,11 @@ class ServerRollout(ABC):
 
     def _check_versions(self, server: Server, oldest: int, versions: Iterable[int]) -> None:
         """Raise a RuntimeError unless all tokens were generated with weight versions that this rollout has sent."""
-        found = sorted(set(versions))
-        if not found or not oldest <= found[0] <= found[-1] <= self.sent_version:
+        token_versions = sorted(set(versions))
+        if not token_versions or not oldest <= token_versions[0] <= token_versions[-1] <= self.sent_version:
             raise RuntimeError(
-                f"{server.url}: expected tokens of weight version {oldest}, got {found}: was the server restarted, or "
-                "does another run send it weights?"
+                f"{server.url}: expected tokens of weight version {oldest}, got {token_versions}: was the server "
+                "restarted, or does another run send it weights?"
             )
 
     # --- weights
@@ -411,6 +410,23 @@ class ServerRollout(ABC):
 
     async def _handshake_all(self) -> list[tuple[int, int]]:
         return await asyncio.gather(*(self._handshake(server) for server in self.pool.servers))
+
+    async def _sample_one_token(self, server: Server, path: str, body: dict[str, Any]) -> Any:
+        """The response to a first request, for one token.
+
+        Raises:
+            ValueError: the server fails, or is one of another kind.
+        """
+        try:
+            return await self.pool.request(server, "POST", path, body)
+        except ServerUnavailable as error:
+            raise ValueError(
+                f"{server.url}: expected one sampled token, got {error}; see the output of the server"
+            ) from error
+        except RequestRejected as error:
+            raise ValueError(
+                f"{server.url}: expected a server that takes token ids, got {error}. {self.start_hint}"
+            ) from error
 
     def _claim(self) -> None:
         """Claim the servers on rank 0, which sends the weights."""

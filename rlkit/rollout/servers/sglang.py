@@ -257,16 +257,7 @@ class SglangRollout(ServerRollout):
             "logit_bias": {str(self.end_token_ids[0]): TEST_SCALE},
         }
         body = {"input_ids": self.end_token_ids[:1], "sampling_params": params, "return_logprob": True}
-        try:
-            response = await self.pool.request(server, "POST", "/generate", body)
-        except ServerUnavailable as error:
-            raise ValueError(
-                f"{server.url}: expected one sampled token, got {error}; see the output of the server"
-            ) from error
-        except RequestRejected as error:
-            raise ValueError(
-                f"{server.url}: expected a server that takes token ids, got {error}. {self.start_hint}"
-            ) from error
+        response = await self._sample_one_token(server, "/generate", body)
         if "weight_versions" not in response["meta_info"]:
             raise ValueError(f"{server.url}: expected SGLang >=0.5.23, got one that returns no weight_versions")
         if not -50 < response["meta_info"]["output_token_logprobs"][0][0] < -0.1:

@@ -83,7 +83,7 @@ class VllmTeacher:
         mask = torch.zeros(logprobs.shape, dtype=torch.bool)
         for row, sample in enumerate(samples):
             mask[row, : len(sample.mask)] = torch.tensor(sample.mask, dtype=torch.bool)
-        values = [own for scores in self._scores(samples, 0) for own, _ in scores]
+        values = [logprob for scores in self._scores(samples, 0) for logprob, _ in scores]
         logprobs[mask] = torch.tensor(values, dtype=torch.float32)
         return {"logprobs": logprobs}
 
@@ -117,11 +117,11 @@ class VllmTeacher:
                 )
         rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         jobs = [(sample, k) for sample in samples[rank::ranks]]
-        own = self.pool.run(self.pool.run_jobs(jobs, lambda _: 1, self._request))
+        own_scores = self.pool.run(self.pool.run_jobs(jobs, lambda _: 1, self._request))
         if self.group is None:
-            return own
+            return own_scores
         of_ranks: list[Any] = [None] * ranks
-        dist.all_gather_object(of_ranks, own, group=self.group)
+        dist.all_gather_object(of_ranks, own_scores, group=self.group)
         return [of_ranks[i % ranks][i // ranks] for i in range(len(samples))]
 
     async def _request(self, server: Server, job: tuple[Sample, int]) -> Scores:

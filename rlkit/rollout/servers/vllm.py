@@ -39,6 +39,7 @@ from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailabl
 from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, image_data_url, version_number
 from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
+from rlkit.rollout.vllm import SUPPORTED_RANGE, is_supported
 from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights_are_used
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
@@ -49,7 +50,6 @@ from rlkit.rollout.vllm_requests import (
 )
 from rlkit.vlm.processors import OMNI_PROCESSORS
 
-SUPPORTED = ((0, 32), (0, 33))  # vLLM versions: >= the first, < the second
 START_WITH_ADAPTERS = "python -m rlkit.rollout.serve --model MODEL --enable-lora --max-lora-rank RANK"
 
 
@@ -214,7 +214,7 @@ class VllmServerRollout(ServerRollout):
     async def _handshake(self, server: Server) -> tuple[int, int]:
         request = self.pool.request
         check_suppressed_token_ids(self.suppressed_token_ids)
-        check_weights_are_used(self.model)
+        check_weights_are_used(self.config)
         try:
             version = (await request(server, "GET", "/version"))["version"]
             card = (await request(server, "GET", "/v1/models"))["data"][0]
@@ -226,9 +226,8 @@ class VllmServerRollout(ServerRollout):
             raise ValueError(
                 f"{server.url}: expected a vLLM server for training, got {error}. {self.start_hint}"
             ) from error
-        if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]:
-            low, high = (".".join(map(str, v)) for v in SUPPORTED)
-            raise ValueError(f"{server.url}: expected vLLM >={low},<{high}, got {version}")
+        if not is_supported(version):
+            raise ValueError(f"{server.url}: expected vLLM {SUPPORTED_RANGE}, got {version}")
         if PurePath(card["id"]).name != PurePath(self.model).name:
             raise ValueError(f"{server.url}: expected the model {self.model!r}, got {card['id']!r}")
         if not paused:
@@ -238,10 +237,10 @@ class VllmServerRollout(ServerRollout):
 
     async def _dtype_and_device(self, server: Server) -> tuple[str | None, str | None]:
         try:
-            found = await self.pool.request(server, "GET", WEIGHT_DTYPE_ROUTE)
+            answer = await self.pool.request(server, "GET", WEIGHT_DTYPE_ROUTE)
         except RequestRejected:
             return None, None  # it was not started by rlkit.rollout.serve
-        return found["dtype"], found["device"]
+        return answer["dtype"], answer["device"]
 
     async def _recover_paused(self, server: Server) -> None:
         """Wake a server that a stopped trainer left asleep or paused. Its weights have to be updated first."""
@@ -257,16 +256,7 @@ class VllmServerRollout(ServerRollout):
         """Check that logprobs are those of the sampling distribution: with a single allowed token, its logprob is 0."""
         params = {"max_tokens": 1, "logprobs": 0, "allowed_token_ids": self.end_token_ids[:1], "ignore_eos": True}
         body = {"token_ids": self.end_token_ids[:1], "sampling_params": params}
-        try:
-            response = await self.pool.request(server, "POST", "/inference/v1/generate", body)
-        except ServerUnavailable as error:
-            raise ValueError(
-                f"{server.url}: expected one sampled token, got {error}; see the output of the server"
-            ) from error
-        except RequestRejected as error:
-            raise ValueError(
-                f"{server.url}: expected a server that takes token ids, got {error}. {self.start_hint}"
-            ) from error
+        response = await self._sample_one_token(server, "/inference/v1/generate", body)
         logprob = response["choices"][0]["logprobs"]["content"][0]["logprob"]
         if not math.isclose(logprob, 0.0, abs_tol=1e-3):
             raise ValueError(
@@ -279,7 +269,7 @@ def _content_parts(request: Sample) -> list[dict[str, str]]:
     """The media of a prompt, each kind in the order of its placeholders."""
     name = sample_name(request)
     parts = [{"type": "image_url", "url": image_data_url(image, name)} for image in request.images]
-    parts += [{"type": "video_url", "url": array_url(frames=one.frames, fps=one.fps)} for one in request.videos]
+    parts += [{"type": "video_url", "url": array_url(frames=video.frames, fps=video.fps)} for video in request.videos]
     return parts + [
-        {"type": "audio_url", "url": array_url(samples=one.samples, rate=one.rate)} for one in request.audios
+        {"type": "audio_url", "url": array_url(samples=audio.samples, rate=audio.rate)} for audio in request.audios
     ]

@@ -31,8 +31,8 @@ def dtype_by_name(name: str) -> torch.dtype:
 def common_dtype(names: Iterable[str | None]) -> torch.dtype | None:
     """The dtype that loses nothing for servers that compute in these dtypes; None if one of them is not known."""
     dtypes = [DTYPES.get(name or "") for name in names]
-    known = [dtype for dtype in dtypes if dtype is not None]
-    return reduce(torch.promote_types, known) if dtypes and len(known) == len(dtypes) else None
+    stated = [dtype for dtype in dtypes if dtype is not None]
+    return reduce(torch.promote_types, stated) if dtypes and len(stated) == len(dtypes) else None
 
 
 class WeightDtypeMiddleware:

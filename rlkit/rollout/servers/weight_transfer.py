@@ -73,7 +73,7 @@ def send_weights(
     *,
     bucket_bytes: int = 256 << 20,
     timeout: float = 600.0,
-) -> int:
+) -> None:
     """Send every tensor to all servers of the group.
 
     Weights are gathered in the calling thread, in the order of all ranks, and sent in another one.
@@ -87,23 +87,17 @@ def send_weights(
         bucket_bytes: size limit of a bucket.
         timeout: seconds for one bucket.
 
-    Returns:
-        Bytes sent to each server.
-
     Raises:
         RuntimeError: a server did not receive the weights. The group is closed and cannot be used again.
     """
-    total = 0
     on_the_way: tuple[str, Future[Any], Future[Any]] | None = None
     for bucket in buckets(weights, bucket_bytes):
         if on_the_way:
             _wait_until_loaded(*on_the_way, group, timeout)
-        total += sum(weight.nbytes for _, weight in bucket)
         on_the_way = bucket[0][0], announce(describe(bucket)), in_daemon_thread(group.broadcast, bucket)
         del bucket  # or it stays in memory until the next one is gathered, even if it has been sent before
     if on_the_way:
         _wait_until_loaded(*on_the_way, group, timeout)
-    return total
 
 
 def _wait_until_loaded(name: str, loaded: Future[Any], sent: Future[Any], group: TransferGroup, timeout: float) -> None:

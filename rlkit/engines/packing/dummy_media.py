@@ -1,0 +1,136 @@
+"""Dummy sequences: the smallest image, video and audio of each family, for ranks that have none.
+
+A model calls its encoders once each for images, videos and audios, and all ranks join the collectives of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, Sample, append_observation, prompt_sample
+from rlkit.vlm.families import (
+    IMAGE_DIMENSION_FAMILIES,
+    PATCH_ROW_FAMILIES,
+    VISION_EXPERT_FAMILIES,
+    audio_mask_name,
+    audio_tokens,
+    numbers_per_patch,
+    tokens_per_image,
+)
+from rlkit.vlm.inputs import PIXEL_KEYS, VIDEO_TIME_KEYS
+from rlkit.vlm.rope3d import rope3d_spec
+
+
+def dummy_sample(config: Any, *, image: bool, video: bool = False, audio: bool = False) -> Sample:
+    """The shortest sequence, with one blank image, one blank video and one blank audio if they are asked for.
+
+    Raises:
+        ValueError: a family for which no dummy image is known.
+    """
+    if not image and not video and not audio:
+        return prompt_sample([0])
+    if not image and not video:
+        return _dummy_audio(config)
+    sample = _dummy_images(config, image=image, video=video)
+    return append_observation(sample, _dummy_audio(config)) if audio else sample
+
+
+def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
+    if config.model_type in PATCH_ROW_FAMILIES:
+        kinds = ["image"] * image + ["video"] * video
+        tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
+        text = [0] if config.model_type in VISION_EXPERT_FAMILIES else []  # so that all experts have a gradient
+        return prompt_sample([*text, *(getattr(config, f"{kind}_token_id") for kind in kinds)], vision=tensors)
+    if tensors := _smallest_image(config):
+        ids = [config.image_token_id] * image * (2 if config.model_type == "mistral3" else 1)
+        vision = dict(tensors) if image else {}
+        if video and config.model_type == "glm5_next":
+            ids += [config.video_start_token_id, config.image_token_id, config.video_end_token_id]
+            vision |= {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
+        elif video:  # MiniCPM-V 4.6
+            ids, vision = [*ids, config.video_token_id], vision | {f"{name}_videos": x for name, x in tensors.items()}
+        return prompt_sample(ids, vision=vision)
+    if tokens := tokens_per_image(config):
+        vision = config.vision_config
+        side = getattr(vision, "image_size", 32)  # Gemma 3n takes every size that its tower can halve five times
+        size = side if isinstance(side, Sequence) else [side] * 2
+        pixels = torch.ones(1, getattr(vision, "num_channels", 3), *size)  # models leave out images of zeros
+        pixels = pixels[None] if config.model_type in IMAGE_DIMENSION_FAMILIES else pixels
+        return prompt_sample([config.image_token_id] * tokens, vision={"pixel_values": pixels})
+    raise ValueError(
+        f"batch: expected images on every rank or on none, got them on some; no dummy image is known for "
+        f"{config.model_type}"
+    )
+
+
+def _smallest_image(config: Any) -> dict[str, Tensor]:
+    """Vision tensors of a blank image of one token, in families whose images differ in size; {} for other families.
+
+    Mistral 3 gets an image of two tokens, because transformers loses a dimension with one.
+    """
+    family, vision = config.model_type, config.vision_config
+    if family == "gemma4":
+        side = vision.pooling_kernel_size
+        cells = torch.arange(side)
+        where = torch.cartesian_prod(cells, cells).flip(1)[None]
+        return {"pixel_values": torch.zeros(1, side**2, 3 * vision.patch_size**2), "image_position_ids": where}
+    if family == "gemma4_unified":
+        pixels = torch.zeros(1, 1, 3 * vision.model_patch_size**2)
+        return {"pixel_values": pixels, "image_position_ids": torch.zeros(1, 1, 2, dtype=torch.long)}
+    if family == "lfm2_vl":
+        side = config.downsample_factor
+        pixels = torch.zeros(1, side**2, vision.num_channels * vision.patch_size**2)
+        mask = torch.ones(1, side**2, dtype=torch.long)
+        return {"pixel_values": pixels, "spatial_shapes": torch.tensor([[side, side]]), "pixel_attention_mask": mask}
+    if family == "mistral3":
+        side = config.spatial_merge_size * vision.patch_size
+        return {"pixel_values": torch.zeros(1, 3, side, 2 * side), "image_sizes": torch.tensor([[side, 2 * side]])}
+    if family == "minicpmv4_6":
+        window = (1, 1) if config.downsample_mode == "4x" else vision.window_kernel_size
+        kernels = zip(config.merge_kernel_size, window, strict=True)
+        rows, columns = (side**config.merger_times * before for side, before in kernels)
+        pixels = torch.zeros(1, vision.num_channels, vision.patch_size, rows * columns * vision.patch_size)
+        return {"pixel_values": pixels, "target_sizes": torch.tensor([[rows, columns]], dtype=torch.int32)}
+    if family == "glm5_next":
+        side = vision.spatial_merge_size
+        pixels = torch.zeros(side**2, numbers_per_patch(vision))
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    if family in ("kimi_k25", "paddleocr_vl"):
+        sides = getattr(vision, "merge_kernel_size", None) or [vision.spatial_merge_size] * 2
+        pixels = torch.zeros(sides[0] * sides[1], 3, vision.patch_size, vision.patch_size)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, *sides]])}
+    return {}
+
+
+def _blank_patches(config: Any, kind: str) -> dict[str, Tensor]:
+    """Vision tensors of one blank image or video, of one token."""
+    vision, spec = config.vision_config, rope3d_spec(config)
+    side, frames = vision.spatial_merge_size, spec.temporal_merge_size if kind == "video" else 1
+    tensors = {
+        PIXEL_KEYS[kind]: torch.zeros(frames * side**2, numbers_per_patch(vision)),
+        f"{kind}_grid_thw": torch.tensor([[frames, side, side]]),
+    }
+    if kind == "video" and spec.tokens_per_second is not None:
+        tensors[VIDEO_TIME_KEYS[spec.audio_token_id is not None]] = torch.ones(1)
+    return tensors
+
+
+def _dummy_audio(config: Any) -> Sample:
+    """A blank audio of one frame, or of four in Qwen-Omni."""
+    family, audio = config.model_type, config.audio_config
+    if family == "gemma4":  # its convolutions have as many channels as a frame has mel bins
+        features = torch.zeros(1, 1, audio.subsampling_conv_channels[0])
+    elif family == "gemma4_unified":
+        features = torch.zeros(1, 1, audio.audio_embed_dim)
+    elif family == "gemma3n":  # for silence its language model would divide by 0
+        features = torch.ones(1, 1, audio.input_feat_size)
+    else:
+        features = torch.zeros(1, audio.num_mel_bins, 4)
+    name = audio_mask_name(config)
+    mask = torch.ones(1, features.shape[AUDIO_MASKS[name]], dtype=torch.bool)
+    tokens = int(audio_tokens(mask.sum(1), config))
+    return prompt_sample([config.audio_token_id] * tokens, vision={AUDIO_FEATURES: features, name: mask})

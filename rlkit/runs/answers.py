@@ -1,0 +1,163 @@
+"""Prompts and answers of a step, what is measured of answers, and warnings of a policy that cannot learn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.data import Sample, group_ids
+from rlkit.engines.distributed import reduce_metrics
+from rlkit.report import prompt_record
+from rlkit.rewards import judged, judging_problem, part_means, reward_stats
+from rlkit.runs.evaluation import mean_and_error
+from rlkit.tracking import Run
+
+EQUAL_STEPS = 10  # steps in a row with equal rewards before a warning
+GlobalSum = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Prompts:
+    """This rank's share of some rows, encoded."""
+
+    samples: list[Sample]
+    skipped: list[str] = field(default_factory=list)  # error messages of rows that cannot be read or are too long
+
+
+@dataclass
+class Answers:
+    """This rank's answers to some prompts, with their rewards.
+
+    Attributes:
+        generated: all answers; answers to the same prompt are adjacent.
+        rewards: [len(generated)], nan where an answer could not be judged.
+        parts: values [len(generated)] of each part of a combined reward.
+        skipped: why rows were skipped.
+        reasons: why answers could not be judged.
+        judging_seconds: time during which at least one answer was being judged.
+    """
+
+    generated: list[Sample] = field(default_factory=list)
+    rewards: Tensor = field(default_factory=lambda: torch.zeros(0))
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    reasons: str = ""
+    judging_seconds: float = 0.0
+
+    @property
+    def judged(self) -> list[Sample]:
+        """The answers that could be judged, with their rewards."""
+        return judged(self.generated, self.rewards)
+
+    def __add__(self, more: Answers) -> Answers:
+        return Answers(
+            self.generated + more.generated,
+            torch.cat([self.rewards, more.rewards]),
+            {name: torch.cat([part, more.parts[name]]) for name, part in self.parts.items()},
+            self.skipped + more.skipped,
+            self.reasons or more.reasons,
+            self.judging_seconds + more.judging_seconds,
+        )
+
+
+def answer_metrics(answers: Answers, engine: Any) -> dict[str, float]:
+    """Rewards and their parts, lengths and counts, over the answers of all ranks.
+
+    `response_length/cut` is the share of answers that were truncated at the token limit.
+    """
+    lengths = [len(sample.response_ids) for sample in answers.generated]
+    cut = sum(sample.finish_reason == "length" for sample in answers.generated)
+    unjudged = int(answers.rewards.isnan().sum())
+    counts = [len(lengths), sum(lengths), cut, unjudged, len(answers.skipped)]
+    sums = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
+    count, tokens, cut, unjudged, skipped = sums.tolist()
+    longest = torch.tensor(float(max(lengths, default=0)))
+    return {
+        **reward_stats(answers.rewards, group_ids(answers.generated), engine.global_sum),
+        **part_means(answers.parts, engine.global_sum),
+        "response_length/mean": tokens / max(count, 1),
+        **reduce_metrics({"response_length/max": longest}, engine.data_parallel_group),
+        "response_length/cut": cut / max(count, 1),
+        "unjudged": unjudged,
+        "skipped_rows": skipped,
+        "time/judging": answers.judging_seconds,
+    }
+
+
+def keep_answers(run: Run, answers: Answers, prompts: int) -> None:
+    """Have the next `Run.log` write all answers to the first few prompts to samples.jsonl, with images."""
+    groups: dict[int, list[int]] = {}  # group id -> indices of its answers
+    for i, sample in enumerate(answers.generated):
+        groups.setdefault(sample.group_id, []).append(i)
+    for indices in list(groups.values())[:prompts]:
+        samples = [replace(answers.generated[i], reward=answers.rewards[i].item()) for i in indices]
+        parts = {name: values[indices].tolist() for name, values in answers.parts.items()}
+        run.keep_answers([prompt_record(run.out, samples, "training", 0, parts)])
+
+
+class LearningWarnings:
+    """Warns, once each, of equal rewards and of truncated answers, which keep a policy from learning.
+
+    Args:
+        cfg: options of the recipe, with `max_new_tokens`.
+        run: prints the warnings.
+    """
+
+    def __init__(self, cfg: Any, run: Run) -> None:
+        self.cfg, self.run = cfg, run
+        self.equal_steps = 0  # the last steps in which all answers to a prompt had the same reward
+        self.given: set[str] = set()
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of a step, see `answer_metrics`."""
+        has_groups = getattr(self.cfg, "group_size", 1) > 1
+        self.equal_steps = self.equal_steps + 1 if has_groups and metrics.get("reward/equal") == 1 else 0
+        if self.equal_steps == EQUAL_STEPS:
+            self._warn_once(
+                "equal rewards",
+                f"the answers to each prompt have had equal rewards for {EQUAL_STEPS} steps, from which nothing is "
+                "learned: look at the answers, and at how they are judged (--reward)",
+            )
+        if (cut := metrics["response_length/cut"]) > 0.5:
+            limit = self.cfg.max_new_tokens
+            self._warn_once("cut", f"{cut:.0%} of the answers are cut at --max_new_tokens {limit}: raise it")
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self.given:
+            self.given.add(kind)
+            self.run.print(f"warning: {text}")
+
+
+def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
+    """Mean reward of the judged answers over all ranks, and the number of answers that could not be judged.
+
+    Returns:
+        `accuracy`, its standard error `accuracy_error`, and `unjudged`. If no answer was judged, as for data without
+        expected answers, only `unjudged`. If no answer was generated, an empty dict.
+    """
+    mean, error = mean_and_error(answers.rewards[~answers.rewards.isnan()].tolist(), global_sum)
+    generated, judged = count_judged(answers, global_sum)
+    unjudged = {"unjudged": generated - judged} if generated else {}
+    return {"accuracy": mean, "accuracy_error": error, **unjudged} if judged else unjudged
+
+
+def count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:
+    """The number of answers of all ranks, and the number of those that could be judged."""
+    counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
+    generated, judged = global_sum(counts.double()).tolist()
+    return generated, judged
+
+
+def too_few_judged(answers: Answers, global_sum: GlobalSum, max_failed_rewards: float) -> str:
+    """Why the run has to stop: more than this share of its answers could not be judged. Empty if it can go on.
+
+    With a share of 1, a run never stops.
+    """
+    generated, judged = count_judged(answers, global_sum)
+    if max_failed_rewards >= 1:
+        return ""
+    return judging_problem(generated, judged, max_failed_rewards, answers.reasons, answers.skipped)

@@ -1,0 +1,51 @@
+"""answers.jsonl, the file of an evaluation with all of its answers: one line for each row of a task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from rlkit.runs.options import RunOptions
+from rlkit.tracking import METRICS, Run, read_metrics
+
+ANSWERS = "answers.jsonl"
+
+
+def resume_answers(cfg: RunOptions, run: Run) -> tuple[list[dict[str, Any]], int]:
+    """The answers in all batches that were logged before, and the number of these batches; none in a new run.
+
+    The answers in a batch are written before the batch is logged. Those in a batch that was not logged are removed from
+    the file, since the resumed run repeats the batch.
+    """
+    log = run.out / METRICS
+    start = len(read_metrics(log)) if cfg.resume and log.exists() else 0
+    answers = [answer for answer in read_metrics(run.out / ANSWERS) if answer["step"] < start] if start else []
+    if run.writes:
+        (run.out / ANSWERS).write_text(_as_lines(answers))
+    return answers, start
+
+
+def append_answers(run: Run, step: int, answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Append the answers of all ranks in batch `step` to the file, in the order of their rows.
+
+    Args:
+        answers: those of this rank, as JSON objects with a `row`.
+
+    Returns:
+        The answers of all ranks, each with its `step`.
+    """
+    per_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(per_rank, list(answers))
+    in_order = sorted((answer for local in per_rank for answer in local), key=lambda answer: answer["row"])
+    in_order = [{"step": step, **answer} for answer in in_order]
+    if run.writes:
+        with (run.out / ANSWERS).open("a") as file:
+            file.write(_as_lines(in_order))
+    return in_order
+
+
+def _as_lines(answers: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(answer) + "\n" for answer in answers)

@@ -1,0 +1,85 @@
+"""Measures the answers to held-out prompts before, during and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rlkit.data import Sample
+from rlkit.report import append_records, prompt_record
+from rlkit.rewards import judging_problem
+from rlkit.rollout import Sampling
+from rlkit.runs.answers import Answers, Prompts, accuracy, count_judged, too_few_judged
+from rlkit.runs.evaluation import mean_and_error, pass_at_k, record_evaluation
+from rlkit.runs.rollouts import is_replay
+from rlkit.runs.sampling import PolicySampler
+from rlkit.tracking import Run
+
+HELDOUT_KEPT = 20  # held-out answers kept from each evaluation before and during training
+
+
+def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **measured: float) -> list[Sample]:
+    """Measure the accuracy of greedy answers to held-out prompts, write it to eval.json and print it.
+
+    Rows of plain text have no prompt, so no answers are generated for them, and none with `--max_new_tokens 0`. The run
+    ends if too few answers can be judged.
+
+    Args:
+        prompts: this rank's share of the held-out rows, see `PolicySampler.encode`.
+        when: "before", "during" or "after" training.
+        measured: further results on these rows, over all ranks.
+
+    Returns:
+        This rank's answers that could be judged, with their rewards.
+    """
+    if is_replay():
+        return []
+    cfg, run, engine = sampler.cfg, sampler.run, sampler.engine
+    answered = replace(prompts, samples=[prompt for prompt in prompts.samples if prompt.token_ids])
+    answers = sampler.greedy(answered, training=False) if cfg.max_new_tokens else Answers()
+    if problem := heldout_problem(sampler, answers):
+        run.stop(f"held-out {problem}")
+    results = accuracy(answers, engine.global_sum) | sampled_heldout(sampler, answered) | measured
+    if when != "after":  # `finish` writes the answers after training
+        keep_heldout(run, answers.judged, 0 if when == "before" else run.step + 1)
+    record_evaluation(run, engine, when, results, rows=len(prompts.samples), skipped=len(prompts.skipped))
+    return answers.judged
+
+
+def sampled_heldout(sampler: PolicySampler, prompts: Prompts) -> dict[str, float]:
+    """Mean reward and pass@k of `cfg.heldout_samples` answers to each prompt. Rewards of at least 1 are correct."""
+    n = getattr(sampler.cfg, "heldout_samples", 0)
+    if not n:
+        return {}
+    sampling = Sampling(sampler.cfg.max_new_tokens, sampler.cfg.temperature)
+    answers = sampler.sync_and_sample(prompts, sampling, n, phase="evaluate", training=False)
+    groups = [group[~group.isnan()] for group in answers.rewards.view(-1, n)]
+    values = {"sampled": [group.mean().item() for group in groups if len(group)]}
+    for k in (2**i for i in range(n.bit_length())):
+        enough = [group for group in groups if len(group) >= k]
+        values[f"pass@{k}"] = [pass_at_k(len(group), int((group >= 1).sum()), k) for group in enough]
+    results: dict[str, float] = {}
+    for name, values_of_rows in values.items():
+        results[name], results[f"{name}_error"] = mean_and_error(values_of_rows, sampler.engine.global_sum)
+    return results
+
+
+def keep_heldout(run: Run, judged: Iterable[Sample], step: int) -> None:
+    """Write rank 0's held-out answers with the lowest rewards to samples.jsonl."""
+    if run.writes:
+        worst = sorted(judged, key=lambda sample: sample.reward)[:HELDOUT_KEPT]
+        append_records(run.out, [prompt_record(run.out, [sample], "held-out", step) for sample in worst])
+
+
+def heldout_problem(sampler: PolicySampler, answers: Answers) -> str:
+    """Why the run has to stop after these held-out answers; empty if it can go on.
+
+    A recipe that does not train on rewards goes on without them, unless `--reward` is given and judged no answer.
+    """
+    cfg, global_sum = sampler.cfg, sampler.engine.global_sum
+    if hasattr(cfg, "max_failed_rewards"):
+        return too_few_judged(answers, global_sum, cfg.max_failed_rewards)
+    generated, judged = count_judged(answers, global_sum)
+    if cfg.reward and generated and not judged:
+        return judging_problem(generated, judged, 1.0, answers.reasons)
+    return ""
