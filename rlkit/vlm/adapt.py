@@ -229,7 +229,7 @@ def quantize_base(model: Any) -> list[str]:
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kept = [*encoder_modules(base), *_unadaptable_layers(base)]
-    pattern = "|".join([r"(^|\.)(gate|router)\.", *([_inside(kept)] if kept else [])])
+    pattern = "|".join([r"(gate|router)\.", *([_inside(kept)] if kept else [])])
     linear = [(name, module) for name, module in base.named_modules() if type(module) is nn.Linear]
     names = [
         name

@@ -97,8 +97,7 @@ class Nf4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
-        y = _LinearNf4.apply(x, self.codes, self.scales, self.pairs)
-        return y if self.bias is None else y + self.bias
+        return _LinearNf4.apply(x, self.codes, self.scales, self.pairs, self.bias)
 
     def dequantized(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The weight [out_features, in_features], in the dtype that it had, of the full codes and scales."""
@@ -110,18 +109,18 @@ class Nf4Linear(nn.Module):
 
 
 class _LinearNf4(torch.autograd.Function):
-    """x @ weight.T, which keeps the codes for backward, not the weight."""
+    """A linear function of x alone, which keeps the codes for backward instead of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, pairs: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, pairs: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(codes, scales, pairs)
         ctx.columns = x.shape[-1]
-        return x @ dequantize_nf4(codes, scales, ctx.columns, pairs).to(x.dtype).T
+        return F.linear(x, dequantize_nf4(codes, scales, ctx.columns, pairs).to(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, scales, pairs = ctx.saved_tensors
-        return grad @ dequantize_nf4(codes, scales, ctx.columns, pairs).to(grad.dtype), None, None, None
+        return grad @ dequantize_nf4(codes, scales, ctx.columns, pairs).to(grad.dtype), None, None, None, None
 
 
 def weight_counts(model: nn.Module) -> list[int]:
