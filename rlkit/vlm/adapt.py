@@ -253,7 +253,9 @@ def trainable_summary(model: nn.Module) -> str:
     quantized = sum(x.in_features * x.out_features for x in model.modules() if isinstance(x, Nf4Linear))
     in_nf4 = f"; {quantized / total:.1%} are frozen in 4 bits" if quantized else ""
     parts = sorted({_part(name) for name, p in model.named_parameters() if p.requires_grad})
-    return f"{train:,} of {total:,} parameters train ({train / max(total, 1):.1%}): {', '.join(parts) or 'none'}{in_nf4}"
+    return (
+        f"{train:,} of {total:,} parameters train ({train / max(total, 1):.1%}): {', '.join(parts) or 'none'}{in_nf4}"
+    )
 
 
 def _part(name: str) -> str:

@@ -30,7 +30,7 @@ class Nf4Weight(NamedTuple):
     """A matrix [rows, columns] in NF4. Rows are independent, so a shard of rows is quantized like the whole matrix.
 
     Attributes:
-        codes: uint8 [rows, blocks * 32], two codes a byte, the first one in the lower half.
+        codes: uint8 [rows, blocks * 32], two codes a byte, the first one in the upper half, as bitsandbytes has them.
         scales: bfloat16 [rows, blocks]; there are ceil(columns / 64) blocks.
     """
 
@@ -53,7 +53,7 @@ def quantize_nf4(weight: Tensor) -> Nf4Weight:
     values = torch.tensor(NF4_VALUES, device=weight.device)
     midpoints = (values[1:] + values[:-1]) / 2
     codes = torch.bucketize(normalized, midpoints, out_int32=True).to(torch.uint8).flatten(1)
-    return Nf4Weight(codes[:, ::2] | codes[:, 1::2] << 4, scales)
+    return Nf4Weight(codes[:, ::2] << 4 | codes[:, 1::2], scales)
 
 
 def dequantize_nf4(codes: Tensor, scales: Tensor, columns: int, pairs: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ def dequantize_nf4(codes: Tensor, scales: Tensor, columns: int, pairs: Tensor | 
 def pair_values() -> Tensor:
     """[256, 2] the two values of each byte of codes."""
     values = torch.tensor(NF4_VALUES)
-    return torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)
+    return torch.cartesian_prod(values, values)
 
 
 class Nf4Linear(nn.Module):
