@@ -1,4 +1,4 @@
-"""Freezing by name pattern, LoRA, 4-bit base weights, and the weights of a model under the names of its checkpoint files."""
+"""Freezing by name pattern, LoRA, 4-bit base weights, and weights under the names of checkpoint files."""
 
 from __future__ import annotations
 
