@@ -38,15 +38,15 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
             slice by slice.
     """
     path = base.config.name_or_path
-    # names in the base model, where adapters may wrap a layer -> names in the plain model
     quantized = {name: module for name, module in base.named_modules() if isinstance(module, Nf4Linear)}
-    of_codes = {f"{name}.{part}": name for name in quantized for part in Nf4Weight._fields}
     unquantized = {f"{name}.weight": _unquantized(layer) for name, layer in quantized.items()}
-    parameters = {name: p.detach() for name, p in base.named_parameters() if name not in of_codes} | unquantized
+    made_here = {f"{name}.{part}" for name in quantized for part in Nf4Weight._fields}
+    parameters = {name: p.detach() for name, p in base.named_parameters() if name not in made_here} | unquantized
+    # names in the base model, where adapters may wrap a layer -> names in the plain model
     names = {
         name: name.replace(".base_layer.", ".")
         for name in [*base.state_dict(), *unquantized]
-        if ".lora_" not in name and name not in of_codes
+        if ".lora_" not in name and name not in made_here
     }
     dtype = base.config.dtype  # that the caller of `load_model` asked for
     plain = _plain_model(base, {names[name]: x for name, x in parameters.items() if name in names}, dtype)
@@ -69,28 +69,22 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
 
 def _unquantized(layer: Nf4Linear) -> Tensor:
     """A tensor on the meta device that is sharded as the layer's codes are, and has the shape of its weight."""
-    codes = layer.codes.detach()
-    weight = torch.empty(len(local_part(codes)), layer.in_features, dtype=layer.dtype, device="meta")
-    if not isinstance(codes, DTensor):
-        return weight
-    shape = torch.Size([layer.out_features, layer.in_features])
-    return DTensor.from_local(
-        weight, codes.device_mesh, codes.placements, run_check=False, shape=shape, stride=(layer.in_features, 1)
-    )
+    local = torch.empty(len(local_part(layer.codes)), layer.in_features, dtype=layer.dtype, device="meta")
+    return _sharded_like(layer.codes, local)
+
+
+def _sharded_like(x: Tensor, local: Tensor) -> Tensor:
+    """This rank's rows of a matrix as a tensor that is sharded as `x` is; the plain rows if `x` is not sharded."""
+    if not isinstance(x, DTensor):
+        return local
+    shape, stride = torch.Size([len(x), local.shape[1]]), (local.shape[1], 1)
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _quantized_state(name: str, layer: Nf4Linear, weight: Tensor, device: torch.device) -> dict[str, Tensor]:
     """The layer's codes and scales by their names, made of this rank's part of its weight."""
-    state: dict[str, Tensor] = {}
-    parts = quantize_nf4(local_part(weight).to(device))
-    for part, local in parts._asdict().items():
-        old = getattr(layer, part)
-        state[f"{name}.{part}"] = local
-        if isinstance(old, DTensor):
-            state[f"{name}.{part}"] = DTensor.from_local(
-                local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-            )
-    return state
+    local = quantize_nf4(local_part(weight).to(device))._asdict()
+    return {f"{name}.{part}": _sharded_like(getattr(layer, part), x) for part, x in local.items()}
 
 
 def _plain_model(base: Any, parameters: dict[str, Tensor], dtype: torch.dtype) -> Any:
