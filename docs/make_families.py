@@ -169,7 +169,8 @@ Files of weights, as repositories publish them (`python -m rlkit.doctor --model 
   `python -m rlkit.vlm.dequantize DIR NEW_DIRECTORY` writes them in bfloat16, for the trainer and for vLLM, and holds
   one file in memory at a time. To sample in FP8 all the same, vLLM has `--rollout_options quantization fp8`.
 - **Other quantized weights** (GPTQ, AWQ, bitsandbytes, torchao, quark, NVFP4) are refused: pass the model in bfloat16
-  that they were made of.
+  that they were made of. For LoRA, `--quantize_base` stores that model in 4 bits:
+  [docs/engines.md](engines.md#lora-above-weights-of-4-bits).
 - **Adapters** (`adapter_config.json`) are refused: merge them into their base model with peft's `merge_and_unload()`.
 - **A missing weight**, or one of another shape, is refused by name. transformers alone would initialise it randomly.
 - **Weights without a place in the model** are named and left out; those that predict several tokens (`mtp.*`, layer 61

@@ -26,6 +26,8 @@ STORIES = {  # name: what it is, GPUs, kind of GPU, recipe, model, options
                   "--max_prompt_tokens 2048 --max_new_tokens 8192 --use_fused_kernels"),
     "32b_lora": ("A 32B on one machine, LoRA on a bfloat16 base", 8, "h100-80gb", "grpo_vlm", "qwen2.5-vl-32b",
                  f"{SHORT} --lora_rank 32 --dtype bfloat16 --sync_adapters {SERVERS}"),
+    "32b_nf4": ("A 32B on one GPU, LoRA on a 4-bit base", 1, "h100-80gb", "grpo_vlm", "qwen2.5-vl-32b",
+                f"{SHORT} --lora_rank 32 --dtype bfloat16 --quantize_base {SERVERS}"),
     "30b_a3b": ("A mixture of experts on 16 GPUs", 16, "h100-80gb", "grpo_vlm", "qwen3-30b-a3b", f"{SHORT} {SERVERS}"),
     "7b_ppo": ("PPO of a 7B with a critic of its size", 8, "h100-80gb", "ppo", "qwen2.5-vl-7b",
                f"{SHORT} --rollout vllm --gpu_memory_utilization 0.4"),

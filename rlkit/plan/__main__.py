@@ -15,7 +15,7 @@ from rlkit.plan.hardware import USABLE, gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.report import describe
-from rlkit.runs.options import check_sync_adapters
+from rlkit.runs.options import check_quantize_base, check_sync_adapters
 from rlkit.runs.start import one_sentence_errors
 
 
@@ -55,6 +55,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     if cfg.engine == "fsdp2" and "tensor" in cfg.parallel:
         raise ValueError(f"parallel: expected no tensor parallelism in a plan, got tensor {cfg.parallel['tensor']}")
     check_sync_adapters(cfg)
+    check_quantize_base(cfg)
     roles = recipe_roles(module, cfg)
     plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens)
     print(describe(cfg, roles, plan, options.nproc, options.gpus_per_node))

@@ -24,6 +24,7 @@ from rlkit.runs.models import shared_options, trained_part, training_engine
 from rlkit.runs.options import sends_adapters
 from rlkit.runs.sampling import ADAPTER_BUCKET_BYTES
 from rlkit.vlm.loading import empty_model, has_vision
+from rlkit.vlm.nf4 import weight_counts
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Counts(NamedTuple):
 
 
 def _counts(model: Any) -> Counts:
-    sizes = [p.numel() for p in model.parameters()]
+    sizes = weight_counts(model)
     return Counts(sum(sizes), sum(p.numel() for p in model.parameters() if p.requires_grad), max(sizes))
 
 

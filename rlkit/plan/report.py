@@ -88,11 +88,15 @@ def _gib(size: int) -> str:
 def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
     """Bytes of one machine's host memory, by purpose.
 
-    Loading: each rank reads its slices of one tensor after the other. Export: rank 0 holds the content of one file.
+    Loading: each rank reads its slices of one tensor after the other, and its shard of all weights if these are
+    quantized there. Export: rank 0 holds the content of one file.
     vLLM that is sent adapters alone keeps its base model there while it sleeps.
     """
     rehearsal, ranks = plan.rehearsal, min(world, gpus_per_node)
-    loading = ranks * (4 if cfg.dtype == "float32" else 2) * rehearsal.largest_tensor
+    itemsize = 4 if cfg.dtype == "float32" else 2
+    loading = ranks * itemsize * rehearsal.largest_tensor
+    if cfg.quantize_base:
+        loading += ranks * itemsize * rehearsal.parameters // cfg.parallel.get("fsdp_size", world)
     export = (4 if cfg.export_dtype == "float32" else 2) * rehearsal.parameters
     offloaded = {"weights and optimizer, between phases": ranks * rehearsal.host} if rehearsal.host else {}
     if sends_adapters(cfg) and cfg.rollout == "vllm":

@@ -37,6 +37,7 @@ from rlkit.vlm import (
     load_processor,
     lora,
     model_or_tiny,
+    quantize_base,
     suppressed_token_ids,
     trainable_summary,
     vision_tower_pattern,
@@ -332,11 +333,13 @@ def training_engine(
 
 
 def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
-    """Add adapters to the model and freeze its towers, as the options say. A value head stays trainable."""
+    """Add adapters, quantize the weights below them and freeze towers, as the options say. A value head is trained."""
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
         if head:  # adapters freeze all other weights
             model.get_output_embeddings().requires_grad_(True)
+        if cfg.quantize_base:
+            quantize_base(model)
     if cfg.freeze_vision_tower:
         freeze(model, vision_tower_pattern(model))
     if cfg.freeze_audio_tower:

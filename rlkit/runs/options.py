@@ -141,6 +141,8 @@ class AdapterOptions:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = None
     """Regular expression of modules that get no adapter. Encoder towers (vision, audio) never get adapters."""
+    quantize_base: bool = False
+    """With LoRA: keep the frozen linear layers of the language model in 4 bits (QLoRA). fsdp2 only."""
     sync_adapters: bool = False
     """Send only the adapters to the sampler, which keeps the base model, instead of merged weights. For vllm and
     vllm_server; hf uses the model being trained."""
@@ -346,6 +348,21 @@ def check_sync_adapters(cfg: Any) -> None:
         raise ValueError(
             "sync_adapters: expected --rollout vllm or vllm_server, got sglang, whose servers read adapters from a "
             "path or a pickle; without the option they are sent merged weights"
+        )
+
+
+def check_quantize_base(cfg: Any) -> None:
+    """Raise a ValueError if base weights are to be quantized, but other options need them unchanged."""
+    if not getattr(cfg, "quantize_base", False):
+        return
+    if not cfg.lora_rank:
+        raise ValueError("quantize_base: expected adapters (--lora_rank), got none, so all weights are trained")
+    if cfg.engine != "fsdp2":
+        raise ValueError(f"quantize_base: expected --engine fsdp2, got {cfg.engine}")
+    if sends_adapters(cfg):
+        raise ValueError(
+            "quantize_base: expected no --sync_adapters, got it: the sampler would add the adapters to the weights of "
+            "the files, which are not quantized"
         )
 
 

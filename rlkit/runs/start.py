@@ -28,6 +28,7 @@ from rlkit.runs.interruption import outside_endings
 from rlkit.runs.options import (
     RunOptions,
     check_evaluation,
+    check_quantize_base,
     check_ranges,
     check_servers,
     check_sync_adapters,
@@ -87,6 +88,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
     check_ranges(cfg)
     check_evaluation(cfg)
     check_sync_adapters(cfg)
+    check_quantize_base(cfg)
     if not starts_servers:
         check_servers(cfg)
     check_rollouts(cfg, samples_ahead=starts_servers)

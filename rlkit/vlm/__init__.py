@@ -6,6 +6,7 @@ from rlkit.vlm.adapt import (
     freeze,
     lora,
     merged_parameters,
+    quantize_base,
     trainable_summary,
     vision_tower_pattern,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "model_or_tiny",
     "model_path",
     "placeholder_ids",
+    "quantize_base",
     "render",
     "rope3d_position_ids",
     "rope3d_spec",

@@ -1,4 +1,4 @@
-"""Freezing by name pattern, LoRA, and the weights of a model under the names of its checkpoint files."""
+"""Freezing by name pattern, LoRA, 4-bit base weights, and weights under the names of checkpoint files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlkit.vlm.families import (
     checkpoint_name,
     recurrent_layers,
 )
+from rlkit.vlm.nf4 import Nf4Linear, weight_counts
 
 
 def vision_tower_pattern(model: Any) -> str:
@@ -211,12 +212,50 @@ def _initialise(layer: Any) -> None:
     layer.reset_lora_parameters("default", True)
 
 
+def quantize_base(model: Any) -> list[str]:
+    """Replace the frozen linear layers of a language model by layers whose weights take 4.25 bits, see rlkit.vlm.nf4.
+
+    The output layer, the encoders of images and audio, and routers keep their weights; so do embeddings, norms,
+    convolutions and experts that are no linear layers.
+
+    Args:
+        model: wrapped by `lora`, not yet by an engine. Its weights may be on the meta device.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        ValueError: the model has no such layers, for example because all its weights are trained.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kept = [*encoder_modules(base), *_unadaptable_layers(base)]
+    pattern = "|".join([r"(gate|router)\.", *([_inside(kept)] if kept else [])])
+    linear = [(name, module) for name, module in base.named_modules() if type(module) is nn.Linear]
+    names = [
+        name
+        for name, module in linear
+        if not module.weight.requires_grad
+        and module is not base.get_output_embeddings()
+        and not re.search(pattern, f"{name}.")
+    ]
+    if not names:
+        raise ValueError("model: expected frozen linear layers, as below LoRA adapters, got none")
+    del linear  # each matrix is freed when its layer is replaced
+    for name in names:
+        base.set_submodule(name, Nf4Linear(base.get_submodule(name)))
+    return names
+
+
 def trainable_summary(model: nn.Module) -> str:
     """One line that says how many parameters are trained, and in which modules."""
     train = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
+    total = sum(weight_counts(model))
+    quantized = sum(x.in_features * x.out_features for x in model.modules() if isinstance(x, Nf4Linear))
+    in_nf4 = f"; {quantized / total:.1%} are frozen in 4 bits" if quantized else ""
     parts = sorted({_part(name) for name, p in model.named_parameters() if p.requires_grad})
-    return f"{train:,} of {total:,} parameters train ({train / max(total, 1):.1%}): {', '.join(parts) or 'none'}"
+    return (
+        f"{train:,} of {total:,} parameters train ({train / max(total, 1):.1%}): {', '.join(parts) or 'none'}{in_nf4}"
+    )
 
 
 def _part(name: str) -> str:
@@ -231,7 +270,7 @@ def merged_parameters(
     bucket_bytes: int = 0,
     cast: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter of the base model, with LoRA adapters merged.
+    """(name, tensor) of every parameter of the base model, with LoRA adapters merged and NF4 weights dequantized.
 
     No reference to a tensor is kept once the next one is requested. To hold one tensor at a time, the caller has to
     drop its own reference before that.
@@ -242,35 +281,47 @@ def merged_parameters(
             all ranks.
         bucket_bytes: upper bound on the full size of the parameters and adapters in one call of `full`. A larger
             parameter gets a call of its own; with 0 every parameter does.
-        cast: (name, parameter) -> the parameter in another dtype. It is called before `full`; for a parameter with an
-            adapter, after the two have been merged.
+        cast: (name, parameter) -> the parameter in another dtype. It is called before `full`; for a parameter in NF4 or
+            with an adapter, after it has been dequantized and merged.
     """
     adapted = [module for module in model.modules() if "default" in getattr(module, "lora_A", ())]
     adapters = {id(_adapted(module)): module for module in adapted}
-    bucket: list[tuple[str, Any, list[Tensor]]] = []
+    quantized = {id(module.codes): module for module in model.modules() if isinstance(module, Nf4Linear)}
+    scales = {id(layer.scales) for layer in quantized.values()}
+    bucket: list[tuple[str, Any, Any, list[Tensor]]] = []
     bucket_size = 0
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or id(parameter) in scales:
             continue
-        adapter = adapters.get(id(parameter))
+        adapter, layer = adapters.get(id(parameter)), quantized.get(id(parameter))
         name = re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", "")
-        own = parameter.detach()
-        parts = [cast(name, own)] if adapter is None else [own, *(x.detach() for x in _lora_weights(adapter))]
+        parts = [parameter.detach()]
+        if layer is not None:
+            name = re.sub("codes$", "weight", name)
+            parts.append(layer.scales.detach())
+        if adapter is not None:
+            parts += [x.detach() for x in _lora_weights(adapter)]
+        if len(parts) == 1:
+            parts = [cast(name, *parts)]
         size = sum(part.numel() * part.element_size() for part in parts)
         if bucket and bucket_size + size > bucket_bytes:
             yield from _merged(bucket, full, cast)
             bucket, bucket_size = [], 0
-        bucket.append((name, adapter, parts))
+        bucket.append((name, layer, adapter, parts))
         bucket_size += size
     yield from _merged(bucket, full, cast)
 
 
-def _merged(bucket: Sequence[tuple[str, Any, list[Tensor]]], full: Any, cast: Any) -> Iterator[tuple[str, Tensor]]:
+def _merged(bucket: Sequence[tuple[str, Any, Any, list[Tensor]]], full: Any, cast: Any) -> Iterator[tuple[str, Tensor]]:
     tensors = iter(full([part for *_, parts in bucket for part in parts]))
-    for name, adapter, _ in bucket:
+    for name, layer, adapter, parts in bucket:
         tensor = next(tensors)
+        if layer is not None:
+            tensor = layer.dequantized(tensor, next(tensors))
         if adapter is not None:
-            tensor = cast(name, tensor + _delta(adapter, next(tensors), next(tensors)).to(tensor.dtype))
+            tensor = tensor + _delta(adapter, next(tensors), next(tensors)).to(tensor.dtype)
+        if len(parts) > 1:
+            tensor = cast(name, tensor)
         yield name, tensor
         del tensor  # free it before the next one is made
 
@@ -301,7 +352,10 @@ def adapter_parameters(
 
 def _adapted(adapter: Any) -> Tensor:
     """The base parameter of an adapter. For experts, which are not linear layers, peft adapts single parameters."""
-    return adapter.get_param() if hasattr(adapter, "parameter_name") else adapter.get_base_layer().weight
+    if hasattr(adapter, "parameter_name"):
+        return adapter.get_param()
+    base = adapter.get_base_layer()
+    return base.codes if isinstance(base, Nf4Linear) else base.weight
 
 
 def _lora_weights(adapter: Any) -> list[Tensor]:

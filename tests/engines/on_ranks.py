@@ -34,7 +34,7 @@ from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.fsdp import fsdp1, fsdp2  # noqa: E402, F401
 from rlkit.engines.value_head import load_value_model  # noqa: E402
-from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern  # noqa: E402
+from rlkit.vlm import freeze, load_model, load_processor, lora, quantize_base, vision_tower_pattern  # noqa: E402
 
 ROWS = 9  # row 3 is text only, the others have images
 
@@ -64,6 +64,7 @@ ALONE = {
     "micro_batches": Case("1 process, micro-batches of a few rows", "one_process", [ALL], budget=120),
     "frozen": Case("1 process", "frozen", [ALL], budget=120),
     "lora": Case("1 process", "lora", [ALL], budget=120),
+    "nf4": Case("1 process", "nf4", [ALL], budget=120),
     "value": Case("1 process", "value", [ALL], VALUE),
     "value_row_by_row": Case("1 process, micro-batches of one row", "value", [ALL], VALUE, budget=1),
     "value_micro_batches": Case("1 process, micro-batches of a few rows", "value", [ALL], VALUE, budget=120),
@@ -74,6 +75,8 @@ TWO = {
     "data_2": Case("DP 2", "one_process", budget=120),
     "data_2_frozen": Case("DP 2", "frozen", budget=120),
     "data_2_lora": Case("DP 2", "lora", budget=120, offload=True),
+    "data_2_nf4": Case("DP 2", "nf4", budget=120),
+    "data_2_nf4_on_meta": Case("DP 2", "nf4", budget=120, on_meta=True, offload=True),
     "text_rank": Case("DP 2", "one_process", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120),
     "empty_rank": Case("DP 2", "one_process", [ALL, NONE], fused=True),
     "rebalanced": Case("DP 2", "one_process", [ALL, NONE], budget=120, rebalance=True),
@@ -115,9 +118,11 @@ def run(model_dir, out, name):
     model = (load_value_model if is_value else load_model)(model_dir, on_meta=case.on_meta)
     if case.reference == "frozen":
         freeze(model, vision_tower_pattern(model))
-    if case.reference == "lora":
+    if case.reference in ("lora", "nf4"):
         torch.manual_seed(0)
         model = lora(model, 4, 8)
+    if case.reference == "nf4":
+        quantize_base(model)
     engine = make_engine(
         case.backend,
         "value_model" if is_value else "language_model",

@@ -71,7 +71,7 @@ def test_mixed_text_and_image_ranks_do_not_hang(out):
     assert_equals_one_process(out, "text_rank")
 
 
-@pytest.mark.parametrize("case", ["one_process", "frozen", "lora", "value"])
+@pytest.mark.parametrize("case", ["one_process", "frozen", "lora", "nf4", "value"])
 def test_references_have_gradients_and_change(out, case):
     metrics, tensors = result(out, case)
     assert all(step["grad_norm"] > 0.01 and step["skipped_steps"] == 0 for step in metrics["steps"])

@@ -39,6 +39,7 @@ CASES = {  # ranks, options
     "two_by_two": (4, ["--parallel", "fsdp_size", "2", "--enable_gradient_checkpointing"]),
     "ulysses": (4, ["--ulysses_sequence_parallel_size", "2"]),
     "lora": (2, ["--lora_rank", "4", "--dtype", "bfloat16", "--sync_adapters", "--rollout", "vllm"]),
+    "nf4": (2, ["--lora_rank", "4", "--quantize_base"]),
     "fused": (2, ["--use_fused_kernels", "--dtype", "bfloat16"]),
     "offloaded": (2, ["--offload_between_phases"]),
 }

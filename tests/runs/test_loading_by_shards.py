@@ -29,7 +29,7 @@ def refuse(base, device):
     raise NotInShardsError("model 'x': expected weights that can be read in slices, got others")
 
 
-@pytest.mark.parametrize("adapters", [[], ["--lora_rank", 4]])
+@pytest.mark.parametrize("adapters", [[], ["--lora_rank", 4], ["--lora_rank", 4, "--quantize_base"]])
 def test_same_numbers_as_reading_whole(warm_dir, tmp_path, monkeypatch, capsys, adapters):  # noqa: F811
     run_here("grpo_vlm", "--model", warm_dir, "--out", tmp_path / "shards", *SMALL, *adapters)
     assert "reads the whole model" not in capsys.readouterr().out

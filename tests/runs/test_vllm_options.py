@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from helpers import load
 
 from rlkit.runs import adapter_flags, check_rollout_takes_adapters, models, parse_options
-from rlkit.runs.options import check_ranges, check_sync_adapters
+from rlkit.runs.options import check_quantize_base, check_ranges, check_sync_adapters
 from rlkit.runs.vllm_options import longest_sequence, optimizer_bytes, share_left, vllm_options
 
 GIB = 2**30
@@ -109,6 +109,23 @@ def test_adapters_alone_are_refused_where_nothing_can_use_them(recipe, arguments
     with pytest.raises(ValueError, match=re.escape(f"sync_adapters: {problem}")):
         check_sync_adapters(options(recipe, *arguments, "--sync_adapters"))
     check_sync_adapters(options(recipe, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "expected adapters (--lora_rank), got none"),
+        (["--lora_rank", 4, "--engine", "fsdp1"], "expected --engine fsdp2, got fsdp1"),
+        (["--lora_rank", 4, "--engine", "megatron"], "expected --engine fsdp2, got megatron"),
+        (["--lora_rank", 4, "--sync_adapters", "--rollout", "vllm"], "expected no --sync_adapters, got it"),
+    ],
+)
+def test_quantized_weights_are_refused_where_they_cannot_be(arguments, problem):
+    with pytest.raises(ValueError, match=re.escape(f"quantize_base: {problem}")):
+        check_quantize_base(options("grpo_vlm", *arguments, "--quantize_base"))
+    check_quantize_base(options("grpo_vlm", *arguments))
+    check_quantize_base(options("sft", "--lora_rank", 4, "--quantize_base"))
+    check_quantize_base(options("grpo_vlm", "--lora_rank", 4, "--quantize_base", "--sync_adapters"))  # nothing is sent
 
 
 def test_hf_says_that_it_needs_no_adapters(capsys, monkeypatch):

@@ -526,6 +526,9 @@ class Fsdp2Engine:
     def _state(self) -> dict[str, Any]:
         optimizers = [] if self.optimizer is None else [self.optimizer]
         model, optim = get_state_dict(self.module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad:
+                model.pop(name, None)  # a frozen output layer that is tied to the embedding
         return {"model": model, "optimizer": optim, **checkpoint.random_states(self.device)}
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlkit.engines.distributed import local_part
 from rlkit.engines.model_files import NotInShardsError, check_weights, open_slices
 from rlkit.engines.sampler_dtype import kept_in_float32
 from rlkit.engines.value_head import has_value_head, with_value_head
 from rlkit.vlm.loading import other_head_message, ties_output_layer
+from rlkit.vlm.nf4 import Nf4Linear, Nf4Weight, quantize_nf4
 from rlkit.vlm.weight_files import report_unused
 
 
@@ -21,7 +25,8 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
 
     transformers reads, renames and converts the tensors, a slice of a file at a time. (A mixture of experts is one
     tensor in the model and many in the files, for example.) It can do so only for its own plain model. So a plain model
-    is made that contains the same shards; adapters and a value head already have their values.
+    is made that contains the same shards; adapters and a value head already have their values. Weights that are to be
+    in NF4 are read to host memory, and quantized one by one.
 
     Args:
         base: from transformers, after `fully_shard`; `base.config.name_or_path` says where its files are.
@@ -33,43 +38,80 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
             slice by slice.
     """
     path = base.config.name_or_path
+    quantized = {name: module for name, module in base.named_modules() if isinstance(module, Nf4Linear)}
+    unquantized = {f"{name}.weight": _unquantized(layer) for name, layer in quantized.items()}
+    made_here = {f"{name}.{part}" for name in quantized for part in Nf4Weight._fields}
+    parameters = {name: p.detach() for name, p in base.named_parameters() if name not in made_here} | unquantized
     # names in the base model, where adapters may wrap a layer -> names in the plain model
-    names = {name: name.replace(".base_layer.", ".") for name in base.state_dict() if ".lora_" not in name}
+    names = {
+        name: name.replace(".base_layer.", ".")
+        for name in [*base.state_dict(), *unquantized]
+        if ".lora_" not in name and name not in made_here
+    }
     dtype = base.config.dtype  # that the caller of `load_model` asked for
-    plain = _plain_model(base, names, dtype)
-    mismatched = _read_files(plain, path, device, dtype)
+    plain = _plain_model(base, {names[name]: x for name, x in parameters.items() if name in names}, dtype)
+    mismatched = _read_files(plain, path, device, dtype, on_host={names[name] for name in unquantized})
     _check_tied_weights(plain, path)
     plain.tie_weights()
     loaded = {name: x for name, x in plain.state_dict().items() if not x.is_meta}
     # the output layer in the files has another shape than a value head
     head = {name for name, p in base.named_parameters() if p is base.get_output_embeddings().weight and p.shape[0] == 1}
     wrong = mismatched - head
-    wrong |= {names[name] for name, p in base.named_parameters() if p.is_meta and names[name] not in loaded}
+    wrong |= {names[name] for name, x in parameters.items() if x.is_meta and names[name] not in loaded}
     check_weights(path, wrong)
-    base.load_state_dict({name: loaded[n] for name, n in names.items() if n in loaded}, False, assign=True)
+    del plain, parameters, unquantized
+    state = {name: loaded.pop(n) for name, n in names.items() if n in loaded}
+    for name, layer in quantized.items():
+        state |= _quantized_state(name, layer, state.pop(f"{name}.weight"), device)
+    base.load_state_dict(state, False, assign=True)
     base.tie_weights()
 
 
-def _plain_model(base: Any, names: dict[str, str], dtype: torch.dtype) -> Any:
-    """A transformers model without adapters, made of the parameters of `base`. Its buffers have this dtype."""
+def _unquantized(layer: Nf4Linear) -> Tensor:
+    """A tensor on the meta device that is sharded as the layer's codes are, and has the shape of its weight."""
+    local = torch.empty(len(local_part(layer.codes)), layer.in_features, dtype=layer.dtype, device="meta")
+    return _sharded_like(layer.codes, local)
+
+
+def _sharded_like(x: Tensor, local: Tensor) -> Tensor:
+    """This rank's rows of a matrix as a tensor that is sharded as `x` is; the plain rows if `x` is not sharded."""
+    if not isinstance(x, DTensor):
+        return local
+    shape, stride = torch.Size([len(x), local.shape[1]]), (local.shape[1], 1)
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _quantized_state(name: str, layer: Nf4Linear, weight: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """The layer's codes and scales by their names, made of this rank's part of its weight."""
+    local = quantize_nf4(local_part(weight).to(device))._asdict()
+    return {f"{name}.{part}": _sharded_like(getattr(layer, part), x) for part, x in local.items()}
+
+
+def _plain_model(base: Any, parameters: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """A transformers model with these parameters, of the class of `base`. Its buffers have this dtype."""
     with torch.device("meta"):
         plain = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype)
         if has_value_head(base):
             with_value_head(plain)
-    plain.load_state_dict({names[n]: p.detach() for n, p in base.named_parameters() if n in names}, False, assign=True)
+    plain.load_state_dict(parameters, False, assign=True)
     plain.tie_weights()
     return plain
 
 
-def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype) -> set[str]:
-    """Have transformers read a model's files into its shards; the names of tensors that have other shapes there."""
+def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype, on_host: Iterable[str]) -> set[str]:
+    """Have transformers read a model's files into its shards, some of them on the host.
+
+    Returns:
+        The names of tensors that have other shapes in the files.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import MergeModulelist, WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     mapping: list[Any] = get_model_conversion_mapping(plain)
     kept = dict.fromkeys(kept_in_float32(plain, dtype), torch.float32)
-    options = LoadStateDictConfig(dtype=dtype, dtype_plan=kept, device_map={"": device}, weight_mapping=mapping)
+    places: dict[str, Any] = {"": device, **dict.fromkeys(on_host, "cpu")}
+    options = LoadStateDictConfig(dtype=dtype, dtype_plan=kept, device_map=places, weight_mapping=mapping)
     with open_slices(plain) as slices:
         info, _ = convert_and_load_state_dict_in_model(plain, slices, options)
     used = [converter for converter in mapping if isinstance(converter, WeightConverter) and converter.was_used()]
