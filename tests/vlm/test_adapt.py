@@ -156,16 +156,16 @@ def test_names_are_looked_up_once(family, monkeypatch):
     model = family_model(family) if family in VISION else test_families.text_model(family, TEXT[family], "eager")
     parameters, renamed = [(name, p.detach()) for name, p in model.named_parameters()], {}
     first = dict(checkpoint_parameters(model, parameters, renamed))
-    asked = []
+    looked_up = []
     real = transformers.core_model_loading.revert_weight_conversion
     monkeypatch.setattr(
         transformers.core_model_loading,
         "revert_weight_conversion",
-        lambda model, group: (asked.extend(group), real(model, group))[1],
+        lambda model, group: (looked_up.extend(group), real(model, group))[1],
     )
     second = dict(checkpoint_parameters(model, parameters, renamed))
     assert list(second) == list(first) and all(torch.equal(x, first[name]) for name, x in second.items())
-    assert {*asked} == {name for name, _ in parameters} - renamed.keys() and len(renamed) > len(asked)
+    assert {*looked_up} == {name for name, _ in parameters} - renamed.keys() and len(renamed) > len(looked_up)
 
 
 def test_weights_of_kimi_k25_have_their_published_names():
