@@ -3,6 +3,7 @@
 import math
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -238,12 +239,22 @@ def test_a_wrong_model_or_call_is_named(alone):
         engine.train_batch(batch, POLICY[0])
     with pytest.raises(ValueError, match="outputs: expected logprobs, entropy; got values"):
         engine.infer_batch(batch, ("values",))
-    with pytest.raises(ValueError, match="batch: expected at least one row on some rank, got none"):
-        engine.infer_batch(ranks.make_batch([]))
+    assert engine.infer_batch(ranks.make_batch([]))["logprobs"].shape[0] == 0
     assert engine.infer_batch(batch)["logprobs"].sum() < 0  # it scores all the same
     expected = r"expected \(1, 1, 1, 1\) as in an earlier engine of this process, got \(2, 1, 1, 1\)"
     with pytest.raises(ValueError, match=expected):
         initialize_parallel_state(ParallelDims(tensor=2), torch.device("cpu"))
+
+
+def test_a_batch_without_rows_changes_nothing(alone):
+    """Moments and weight decay would change the weights otherwise."""
+    optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+    engine = make_engine("megatron", model=ranks.make_model("qwen2"), optimizer=optimizer)
+    engine.train_batch(ranks.make_batch([0, 1]), POLICY[0], OUTPUTS[POLICY])
+    before = {name: x.clone() for name, x in engine.get_per_tensor_param()}
+    metrics = engine.train_batch(ranks.make_batch([]), POLICY[0], OUTPUTS[POLICY])
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["skipped_steps"] == 0
+    assert all(torch.equal(x, before[name]) for name, x in engine.get_per_tensor_param())
 
 
 def test_an_option_of_another_engine_is_named(alone):

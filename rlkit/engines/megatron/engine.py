@@ -323,8 +323,6 @@ class MegatronEngine:
         if self.router_replay and "routed_experts" in batch.fields:
             check_routed_experts(batch.routed_experts, self.megatron_config)
         pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts))
-        if not pieces:
-            raise ValueError("batch: expected at least one row on some rank, got none")
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, batch, finish),
             data_iterator=iter(pieces),
