@@ -127,8 +127,7 @@ def main(cfg: Config) -> None:
         state = runs.resume(cfg, run, checkpoints=engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
-    if state["step"] == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
 
     draws = state.get("draws", 0)  # of all steps: the position in the data
     for step in run.steps(state["step"], cfg.steps):

@@ -168,8 +168,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     )
     sampler.send_weights(rollout)
     check_weights()
-    if start == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     batches, answers_of_steps = judged_batches(cfg, start, task, sampler)
     loss_fn = partial(policy_loss, cfg=cfg)

@@ -153,8 +153,7 @@ def main(cfg: Config) -> None:
     play = episodes(cfg, rollout, tool, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, generate=play)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
-    if start == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     loss_fn = partial(policy_loss, cfg=cfg)
     forwards = bool(reference) + (cfg.updates_per_batch > 1)

@@ -267,8 +267,8 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     evaluate_every: int = 0
     """Steps between evaluations on the held-out rows during training. 0: only before and after training."""
     keep_best: bool = False
-    """With --evaluate_every: export the model with the best evaluation to best/. The best is the highest accuracy, or
-    the lowest held-out loss where no accuracy is measured."""
+    """With --evaluate_every: export the model with the best evaluation to best/. The best is the highest accuracy; of
+    equal accuracies, or where none is measured, the lowest held-out loss."""
     patience: int = 0
     """With --evaluate_every: end training after this many evaluations in a row without a new best one. 0: never."""
     save_every: int = 50
