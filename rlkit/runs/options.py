@@ -24,10 +24,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 Config = TypeVar("Config")
 OF_ONE_RUN = {"versions", "config", "out", "resume", "allow_changes"}
+DEPENDING_ON_MODEL = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `defaults_of_model`
 
 
 @dataclass
@@ -59,7 +61,7 @@ class RunOptions:
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
     """CPU threads per process. Above 1, a run on a CPU is not bitwise reproducible. Default for models other than tiny:
-    the cores of the machine divided by its ranks."""
+    the cores that this job may use on the machine, divided by its ranks there."""
 
 
 @dataclass
@@ -419,7 +421,7 @@ def defaults_of_model(cfg: Any) -> dict[str, Any]:
         return {}
     lr = 1e-5 if getattr(cfg, "lora_rank", 0) else 1e-6
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)  # a job may have some of the machine's cores only
     return {"lr": lr, "critic_lr": 1e-5, "enable_gradient_checkpointing": True, "threads": threads}
 
 
@@ -457,7 +459,8 @@ def _parse(
 def _file_arguments(file: str, config: type) -> list[str]:
     """The options in a YAML or JSON file, as command-line arguments.
 
-    Options of a config.json that concern only its own run are left out, such as `out` and `resume`.
+    Options of a config.json that concern only its own run are left out, such as `out` and `resume`. So are those that
+    are defaults of its model, such as `lr`, because a run with another model has other ones.
 
     Raises:
         ValueError: the file cannot be read, is not a mapping, or has an option that `config` lacks.
@@ -471,7 +474,10 @@ def _file_arguments(file: str, config: type) -> list[str]:
     if not isinstance(options, dict):
         raise ValueError(f"config {file!r}: expected options by name, got a {type(options).__name__}")
     if "versions" in options:  # a run's config.json
-        options = {name: x for name, x in options.items() if name not in OF_ONE_RUN}
+        defaults = {f.name: f.default for f in fields(config)} | defaults_of_model(SimpleNamespace(**options))
+        # as text, because YAML reads 1e-06 as text
+        of_model = {x for x in DEPENDING_ON_MODEL & options.keys() if str(options[x]) == str(defaults.get(x))}
+        options = {name: x for name, x in options.items() if name not in OF_ONE_RUN | of_model}
     names = {option.name for option in fields(config)}
     if unknown := sorted(set(options) - names):
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
