@@ -194,7 +194,8 @@ class PolicySampler:
 
     @cached_property
     def _check_sync(self) -> WeightSyncCheck:
-        return WeightSyncCheck(self.cfg.max_mismatch, dtype=sync_check_dtype(self.cfg, self.rollout))
+        dtype = sync_check_dtype(self.cfg, self.rollout)
+        return WeightSyncCheck(self.cfg.max_mismatch, dtype=dtype, first=self.run.first_mismatch)
 
     def stop_if_out_of_sync(self, mismatch: float) -> None:
         """End the run if the sampler clearly lacks the trained weights; see `rlkit.rollout.WeightSyncCheck`.
@@ -204,6 +205,7 @@ class PolicySampler:
         """
         if problem := self._check_sync(mismatch):
             self.run.stop(problem)
+        self.run.first_mismatch = self._check_sync.first
 
     def metrics(self, answers: Answers) -> dict[str, float]:
         """Metrics for `Run.log`, over the answers of all ranks; see `rlkit.runs.answers.answer_metrics`.
