@@ -314,7 +314,8 @@ def check_ranges(cfg: Any) -> None:
     """Raise a ValueError that names the first option of a recipe whose number is out of range."""
     for names, low, high in ((AT_LEAST_1, 1, math.inf), (AT_LEAST_0, 0, math.inf), (SHARES, 0, 1)):
         for name in names:
-            check_range(name, getattr(cfg, name, low), low, high)
+            if (value := getattr(cfg, name, None)) is not None:
+                check_range(name, value, low, high)
     for name in POSITIVE:
         if not getattr(cfg, name, 1.0) > 0:
             raise ValueError(f"{name}: expected a number above 0, got {getattr(cfg, name):g}")
