@@ -52,7 +52,7 @@ from rlkit.runs.options import (
     check_range,
     parse_options,
 )
-from rlkit.runs.sampling import PolicySampler
+from rlkit.runs.sampling import PolicySampler, context_length
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
@@ -89,6 +89,7 @@ __all__ = [
     "chat_encoder",
     "check_range",
     "check_rollout_takes_adapters",
+    "context_length",
     "engine_flops",
     "evaluate_at_start",
     "evaluate_every",

@@ -225,7 +225,7 @@ class SamplingOptions(GenerationOptions):
     """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
     max_prompt_tokens: int = 0
     """Maximum number of tokens per prompt, image tokens included. Longer prompts are skipped and counted. 0: the
-    model's context minus max_new_tokens."""
+    context of model and sampler minus max_new_tokens."""
 
 
 @dataclass

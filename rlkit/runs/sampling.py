@@ -29,6 +29,12 @@ def compute_dtype(engine: Any) -> torch.dtype | None:
     return getattr(engine, "compute_dtype", None)
 
 
+def context_length(engine: Any, rollout: Any) -> int:
+    """Maximum number of tokens of a prompt and its answer: the context of the model, or of the sampler if smaller."""
+    of_model = engine.config.get_text_config().max_position_embeddings
+    return min(of_model, getattr(rollout, "max_model_len", of_model))
+
+
 def encode_share(
     rows: Iterable[tuple[int, Any]], encode_row: Callable[[int, Any], T], run: Run, engine: Any
 ) -> tuple[list[T], list[str]]:
@@ -81,10 +87,11 @@ class PolicySampler:
     def encode(self, rows: Iterable[tuple[int, Any]]) -> Prompts:
         """Encode this rank's share of the (group id, row) pairs of all ranks.
 
-        Rows that cannot be read or are longer than `cfg.max_prompt_tokens` are skipped, and named in the log.
+        Rows that cannot be read, are longer than `cfg.max_prompt_tokens`, or leave no room for an answer are skipped,
+        and named in the log.
         """
-        context = self.engine.config.get_text_config().max_position_embeddings
-        max_tokens = self.cfg.max_prompt_tokens or context - self.cfg.max_new_tokens
+        room = context_length(self.engine, self.rollout) - self.cfg.max_new_tokens
+        max_tokens = min(self.cfg.max_prompt_tokens or room, room)
         dtype = compute_dtype(self.engine)
 
         def encode_row(group_id: int, row: Any) -> Sample:
