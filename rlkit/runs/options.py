@@ -268,6 +268,9 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Passes over the training rows, instead of --steps. 0: use --steps."""
     evaluate_every: int = 0
     """Steps between evaluations on the held-out rows during training. 0: only before and after training."""
+    heldout_rows: int = 1000
+    """Maximum number of held-out rows, whose images stay in memory during the run: a random choice, the same in every
+    run. 0: all. evaluate.py takes all."""
     keep_best: bool = False
     """With --evaluate_every: export the model with the best evaluation to best/. The best is the highest accuracy; of
     equal accuracies, or where none is measured, the lowest held-out loss."""
@@ -301,7 +304,7 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
 warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
-log_prompts evaluate_every patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
+log_prompts evaluate_every heldout_rows patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()

@@ -172,6 +172,23 @@ def test_options_of_the_chat_template_and_thinking_apart():
     assert "chat_template_kwargs" not in plain.train[0] and plain.reward("113", {"answer": "113"}) == 1
 
 
+def test_a_large_test_split_is_bounded(capsys):
+    """Its images stay in memory; evaluate.py, which has no such option, encodes them batch by batch."""
+    every = load_named_task(TaskOptions(task="sorting"), "sorting")
+    assert len(every.heldout) == 200 and not capsys.readouterr().out
+    bounded = [
+        load_named_task(TrainingOptions(task="sorting", heldout_rows=50, seed=seed), "sorting") for seed in (0, 1)
+    ]
+    chosen = [[row["question"] for row in task.heldout] for task in bounded]
+    questions = [row["question"] for row in every.heldout]
+    assert chosen[0] == chosen[1] == sorted(chosen[0], key=questions.index) and len(chosen[0]) == 50
+    assert chosen[0] != questions[:50] and len(bounded[0].train) == 800
+    assert "held-out rows: 50 of 200 (--heldout_rows; 0 for all)\n" in capsys.readouterr().out
+    for count in (0, 200, 1000):
+        task = load_named_task(TrainingOptions(task="sorting", heldout_rows=count), "sorting")
+        assert len(task.heldout) == 200 and not capsys.readouterr().out
+
+
 def public_names(module):
     """The functions and classes that a module defines for others."""
     found = inspect.getmembers(module, lambda x: inspect.isfunction(x) or inspect.isclass(x))
