@@ -23,15 +23,16 @@ How it differs from the paper:
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
 
 from rlkit import runs
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
-from rlkit.data import collate, step_rows
+from rlkit.data import collate, rows_of_steps
 from rlkit.losses import (
     clipped_policy_loss,
     importance_weights,
@@ -77,11 +78,12 @@ def policy_loss(out, mb, cfg: Config):
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
-def draw_batch(task, draws: int, cfg: Config, sampler, engine):
+def draw_batch(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
     """Dynamic sampling: draw prompts until enough groups have answers with different rewards.
 
     Args:
-        draws: how many were made before; they are the position in the data.
+        prompts_of_draws: iterator over the prompts of this draw and all later ones.
+        draws: how many were made before.
 
     Returns:
         All answers drawn, the groups of all ranks that teach something, and the number of draws.
@@ -89,8 +91,10 @@ def draw_batch(task, draws: int, cfg: Config, sampler, engine):
     answers = None
     with sampler.current_weights():
         for draw in range(cfg.max_num_gen_batches):
-            rows = step_rows(task.train, draws + draw, cfg.prompts_per_draw, cfg.seed)
-            prompts = sampler.encode((draw * cfg.prompts_per_draw + i, row) for i, row in rows)
+            prompts = next(prompts_of_draws)
+            first = draw * cfg.prompts_per_draw  # a group id counts all prompts of a step
+            samples = [replace(x, group_id=first + x.group_id) for x in prompts.samples]
+            prompts = replace(prompts, samples=samples)
             sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, draws + draw))
             drawn = sampler.sample(prompts, sampling, n=cfg.group_size)
             answers = answers + drawn if answers else drawn
@@ -117,8 +121,9 @@ def main(cfg: Config) -> None:
     with runs.one_sentence_errors("dapo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+        if cfg.epochs:
+            raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
         task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("dapo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         optimizer_steps = cfg.steps * cfg.mini_batches
@@ -127,12 +132,13 @@ def main(cfg: Config) -> None:
         state = runs.resume(cfg, run, checkpoints=engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
-    if state["step"] == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
 
     draws = state.get("draws", 0)  # of all steps: the position in the data
+    rows = rows_of_steps(task.train, count(draws), cfg.prompts_per_draw, cfg.seed)
+    prompts_of_draws = runs.one_ahead(map(sampler.encode, rows))
     for step in run.steps(state["step"], cfg.steps):
-        answers, groups, drawn = draw_batch(task, draws, cfg, sampler, engine)
+        answers, groups, drawn = draw_batch(prompts_of_draws, draws, cfg, sampler, engine)
         draws += drawn
         sampler.stop_if_rewards_failed(answers)
         if not len(groups):

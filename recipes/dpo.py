@@ -11,7 +11,9 @@ another row's answer is the rejected one.
 How it differs from the paper (DPO, https://arxiv.org/abs/2305.18290, section 4):
 - The paper fine-tunes on the chosen answers first (`sft.py` does that). Without this, DPO can
   separate a pair while both answers become less likely. The loss therefore has a small term for
-  the likelihood of the chosen answers (`sft_coef`; the paper's is 0).
+  the likelihood of the chosen answers (`sft_coef`; the paper's is 0). With `--loss orpo` it is as
+  in the paper of ORPO (https://arxiv.org/abs/2403.07691, eq. 6): this term, plus 0.1 times the
+  odds-ratio term.
 - `--loss` selects another loss function of rlkit.losses; its docstring names its paper. With
   `--normalise_length`, ipo and dpo are TRL's ipo and sigmoid_norm. KTO is in kto.py. BCO and AOT
   are left out: they compare an answer with the whole batch, but a loss sees one micro-batch.
@@ -30,6 +32,12 @@ from rlkit.data import collate, load_pairs, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import pair_mean, preference_stats, sequence_logprobs, sequence_mean_logprobs
 
+
+def orpo_loss(chosen, rejected, chosen_lengths, rejected_lengths, weight: float = 0.1):
+    """ORPO's odds-ratio term, times the lambda of its paper."""
+    return weight * losses.orpo_loss(chosen, rejected, chosen_lengths, rejected_lengths)
+
+
 LOSSES = {
     "dpo": losses.dpo_loss,
     "robust": losses.robust_dpo_loss,
@@ -46,7 +54,7 @@ LOSSES = {
     "js": losses.js_dpo_loss,
     "simpo": losses.simpo_loss,
     "alphapo": losses.alphapo_loss,
-    "orpo": losses.orpo_loss,
+    "orpo": orpo_loss,
     "slic": losses.slic_loss,
 }
 
@@ -63,8 +71,9 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     """Other arguments of the loss function: --loss_options gamma 0.5 label_smoothing 0.1."""
     normalise_length: bool = False
     """Score an answer by the mean log-probability of its tokens instead of the sum."""
-    sft_coef: float = 0.1
-    """Weight of the chosen answers' mean negative log-likelihood (alpha in arXiv 2404.19733)."""
+    sft_coef: float | None = None
+    """Weight of the chosen answers' mean negative log-likelihood (alpha in arXiv 2404.19733).
+    Default: 0.1, or 1 for orpo."""
 
 
 def loss_function(cfg: Config) -> Callable:
@@ -95,7 +104,9 @@ def pair_loss(out, mb, loss: Callable, cfg: Config):
         "rejected_lengths": rejected.sum(1),
     }
     values = loss(**{name: given[name] for name in signature(loss).parameters if name in given})
-    values = values - cfg.sft_coef * sequence_mean_logprobs(out.logprobs[0::2], chosen)
+    default = 1.0 if cfg.loss == "orpo" else 0.1
+    sft_coef = default if cfg.sft_coef is None else cfg.sft_coef
+    values = values - sft_coef * sequence_mean_logprobs(out.logprobs[0::2], chosen)
     pairs = mb.total_sequences / 2
     margins = given["chosen"] - given["ref_chosen"], given["rejected"] - given["ref_rejected"]
     return pair_mean(values, pairs), preference_stats(*margins, pairs)
@@ -146,8 +157,7 @@ def main(cfg: Config) -> None:
         }
         return runs.evaluate_heldout(sampler, heldout, when, **measured)
 
-    if start == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     pairs_of_steps = runs.one_ahead(map(encode, rows))
     for step in run.steps(start, cfg.steps):

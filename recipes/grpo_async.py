@@ -23,7 +23,7 @@ AReaL, https://arxiv.org/abs/2505.24298):
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import tee
 
@@ -42,7 +42,7 @@ from rlkit.losses import (
     token_mean,
 )
 from rlkit.rewards import score_as_written
-from rlkit.rollout import AsyncSampler, Sampling, make_rollout, measure_mismatch
+from rlkit.rollout import AsyncSampler, Sampling, measure_mismatch
 from rlkit.rollout.serve import serving
 
 
@@ -100,9 +100,9 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
         flags += runs.adapter_flags(cfg)
         urls = [list(stack.enter_context(serving(path, logs=run.out, options=flags)))]
     dist.broadcast_object_list(urls, 0)
-    rollout = make_rollout(cfg.rollout, model=path, processor=processor, urls=urls[0], **options)
+    cfg = replace(cfg, servers=tuple(urls[0]))
+    rollout = runs.build_rollout(cfg, path, processor, engine, **options)
     stack.callback(rollout.close)
-    runs.check_rollout_takes_adapters(cfg, engine, rollout)
     return rollout
 
 
@@ -130,7 +130,8 @@ def judged_answers(batches: AsyncSampler, prompts_of_steps, failures: Failures):
 def judged_batches(cfg: Config, start: int, task, sampler):
     """An AsyncSampler that requests the batches, and an iterator over their judged answers."""
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    requested, trained = tee(map(sampler.encode, rows))  # the same prompts, taken at two times
+    prompts = runs.one_ahead(map(sampler.encode, rows))
+    requested, trained = tee(prompts)  # the same prompts, taken at two times
     failures = Failures("reward")
     submit = score_as_written(
         sampler.rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
@@ -169,8 +170,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     )
     sampler.send_weights(rollout)
     check_weights()
-    if start == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     batches, answers_of_steps = judged_batches(cfg, start, task, sampler)
     loss_fn = partial(policy_loss, cfg=cfg)

@@ -93,7 +93,7 @@ def episodes(cfg: Config, rollout, tool, processor, engine):
         step=tool,
         processor=processor,
         max_turns=cfg.max_turns,
-        max_tokens=engine.config.get_text_config().max_position_embeddings,
+        max_tokens=runs.context_length(engine, rollout),
         max_response_tokens=cfg.max_response_tokens or None,
         timeout=cfg.tool_timeout,
         role=cfg.role,
@@ -103,9 +103,14 @@ def episodes(cfg: Config, rollout, tool, processor, engine):
     )
 
 
+def episode(sample) -> list:
+    """Messages after the prompt: turns of the policy, and what the tool returned."""
+    return sample.row["messages"][sample.row["prompt_messages"] :]
+
+
 def turns_and_aborted(answers, engine):
     """Turns of the policy in an episode, and episodes that their tool ended; over all ranks."""
-    messages = [message for sample in answers.judged for message in sample.row["messages"]]
+    messages = [message for sample in answers.judged for message in episode(sample)]
     counts = {
         "turns": sum(message["role"] == "assistant" for message in messages),
         "judged": len(answers.judged),
@@ -116,11 +121,8 @@ def turns_and_aborted(answers, engine):
 
 
 def transcript(sample) -> str:
-    """An episode after its prompt, with [image] for an image."""
-    first = next(
-        i for i, message in enumerate(sample.row["messages"]) if message["role"] == "assistant"
-    )
-    contents = [message["content"] for message in sample.row["messages"][first:]]
+    """An episode, with [image] for an image."""
+    contents = [message["content"] for message in episode(sample)]
     return " | ".join(
         x if isinstance(x, str) else "".join(y.get("text", "[image]") for y in x) for x in contents
     )
@@ -153,8 +155,7 @@ def main(cfg: Config) -> None:
     play = episodes(cfg, rollout, tool, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, generate=play)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
-    if start == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     loss_fn = partial(policy_loss, cfg=cfg)
     forwards = bool(reference) + (cfg.updates_per_batch > 1)

@@ -135,8 +135,7 @@ def main(cfg: Config) -> None:
         measured = {"heldout_loss": metrics["loss"], "marked_accuracy": metrics["marked/accuracy"]}
         return runs.evaluate_heldout(sampler, heldout, when, **measured)
 
-    if start == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     answers_of_steps = runs.one_ahead(map(encode, map(with_other_answers, rows)))
     for step in run.steps(start, cfg.steps):

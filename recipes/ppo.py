@@ -227,8 +227,7 @@ def main(cfg: Config) -> None:
         state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
-    if state["step"] == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
     rows = rows_of_steps(

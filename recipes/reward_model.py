@@ -93,8 +93,7 @@ def main(cfg: Config) -> None:
         scored = zip(heldout.sequences, out["values"].sum(1).tolist(), strict=True)
         return [replace(answer, reward=score) for answer, score in scored]
 
-    if start == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     pairs_of_steps = runs.one_ahead(map(encode, rows))
     for step in run.steps(start, cfg.steps):

@@ -56,8 +56,7 @@ def main(cfg: Config) -> None:
     encode = runs.chat_encoder(cfg, run, path, processor, engine)
     heldout = encode(enumerate(task.heldout))
     evaluate = partial(evaluate_chats, run=run, engine=engine, sampler=sampler, chats=heldout)
-    if start == 0:
-        evaluate("before")
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     chats_of_steps = runs.one_ahead(map(encode, rows))
     for step in run.steps(start, cfg.steps):

@@ -168,7 +168,7 @@ def environment(host: str, count: int, on_gpu: bool) -> dict[str, str]:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all servers bind to the same cores
         env.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes 12 s at the first request
         env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no process for the engine alone
-        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     return env
 
 

@@ -27,12 +27,16 @@ class WeightSyncCheck:
     fail if they exceed `factor` times the first one, or `max_mismatch`. An update that is smaller than rounding cannot
     be distinguished from none.
 
+    A resumed run is given `first` of the run before it. As its sampler may be another one, of other rounding, its first
+    mismatch fails only if it is too large for both: for a later one, and for a first one.
+
     Args:
         max_mismatch: always fail above this. Infinity: never fail, for answers that other weights have sampled.
         dtype: that trainer and sampler compute in, the less precise one of the two; by default what both use by
             default: bfloat16 on a GPU, float32 on a CPU.
         factor: mismatches of rounding vary by less than this factor.
         min_mismatch: after the first call, never fail below this.
+        first: the first mismatch of the run that is resumed; None for a new run.
     """
 
     def __init__(
@@ -42,10 +46,12 @@ class WeightSyncCheck:
         dtype: torch.dtype | None = None,
         factor: float = 10.0,
         min_mismatch: float = 1e-3,
+        first: float | None = None,
     ) -> None:
         self.max_mismatch, self.factor, self.min_mismatch = max_mismatch, factor, min_mismatch
         self.dtype = dtype or (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
-        self.first: float | None = None
+        self.first = first
+        self.started = False
 
     def __call__(self, mismatch: float) -> str:
         """Why the run has to stop; empty if it can continue.
@@ -55,13 +61,15 @@ class WeightSyncCheck:
         """
         if self.max_mismatch == math.inf:
             return ""
-        if self.first is None:
+        limit, other_cause = -math.inf, ""
+        if self.first is not None:
+            limit = max(self.factor * self.first, self.min_mismatch)
+        if not self.started and not mismatch <= limit:
             name = str(self.dtype).removeprefix("torch.")
-            limit = 3e-3 if self.dtype.itemsize >= 4 else 0.1
+            limit = max(limit, 3e-3 if self.dtype.itemsize >= 4 else 0.1)
             other_cause = f", or it does not compute in {name} as the trainer does"
             self.first = mismatch
-        else:
-            limit, other_cause = max(self.factor * self.first, self.min_mismatch), ""
+        self.started = True
         if mismatch <= (limit := min(self.max_mismatch, limit)):
             return ""
         return (

@@ -17,7 +17,14 @@ from rlkit.runs.ahead import one_ahead
 from rlkit.runs.answers import Answers, Prompts
 from rlkit.runs.answers_file import append_answers, resume_answers
 from rlkit.runs.checkpoints import finish, resume, save
-from rlkit.runs.evaluation import evaluate_every, mean_and_error, pass_at_k, record_evaluation, with_intervals
+from rlkit.runs.evaluation import (
+    evaluate_at_start,
+    evaluate_every,
+    mean_and_error,
+    pass_at_k,
+    record_evaluation,
+    with_intervals,
+)
 from rlkit.runs.given_answers import answer_encoder, chat_encoder, global_loss
 from rlkit.runs.heldout import evaluate_heldout
 from rlkit.runs.models import (
@@ -45,7 +52,7 @@ from rlkit.runs.options import (
     check_range,
     parse_options,
 )
-from rlkit.runs.sampling import PolicySampler
+from rlkit.runs.sampling import PolicySampler, context_length
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
@@ -82,7 +89,9 @@ __all__ = [
     "chat_encoder",
     "check_range",
     "check_rollout_takes_adapters",
+    "context_length",
     "engine_flops",
+    "evaluate_at_start",
     "evaluate_every",
     "evaluate_heldout",
     "find_model",

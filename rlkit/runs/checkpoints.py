@@ -57,6 +57,7 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
             run.stop(f"resume: expected to rename the damaged checkpoints {', '.join(damaged)}, got: {problem}")
         if run.writes:
             run.print(f"resume: continuing {run.out} at step {states[POLICY]['step']}")
+        run.first_mismatch = states[POLICY].get("first_mismatch")
         return states[POLICY]
     raise ValueError(
         f"resume: expected an intact checkpoint in {run.out}, got {len(damaged)} damaged ones: "
@@ -98,9 +99,10 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
     if (step + 1) % cfg.save_every and step + 1 != cfg.steps and not ends:
         return
     run.phase("checkpoint")
+    extra = {"step": step + 1, "first_mismatch": run.first_mismatch, **(state or {})}
     for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
         try:
-            engine.save_checkpoint(run.out / folder / f"step_{step + 1}", {"step": step + 1, **(state or {})})
+            engine.save_checkpoint(run.out / folder / f"step_{step + 1}", extra)
             keep_newest(run.out / folder, 2)
         except OSError as error:
             run.stop(str(error))

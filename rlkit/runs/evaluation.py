@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,9 @@ from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.export import export_model
 from rlkit.runs.rollouts import is_replay
 from rlkit.tracking import EVAL, Run, read_object
+
+EXPORTED_STEP = "step.json"  # in `best`: the number of steps after which its model was exported
+NO_RESULT = (-math.inf, -math.inf)
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -88,6 +93,26 @@ def record_evaluation(
         run.print(f"held-out {after}: {', '.join(shown) or 'no answer was judged'} ({rows} rows{unjudged})")
 
 
+def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], Any], engine: Any) -> None:
+    """Evaluate before training; in a resumed run, repeat what an interruption lost after the step it resumes at.
+
+    That is an evaluation that was due, or the export of the best model. All ranks call this together.
+
+    Args:
+        start: number of finished steps.
+        evaluate, engine: as in `evaluate_every`.
+    """
+    if start == 0:
+        evaluate("before")
+    elif _is_due(cfg, start):
+        run.step = start - 1
+        steps, exported = decided_by_rank_0(lambda: ([one["step"] for one in _evaluations(run)], _exported_step(run)))
+        if start not in steps:
+            evaluate("during")
+        if start not in steps or exported != start:
+            _keep_if_best(cfg, run, engine)
+
+
 def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any], engine: Any) -> bool:
     """Evaluate after every `cfg.evaluate_every` steps, and keep the best model with `cfg.keep_best`.
 
@@ -102,45 +127,72 @@ def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any]
         Whether to stop training: none of the last `cfg.patience` evaluations was better than the best one before them.
     """
     finished = step + 1
-    if is_replay() or not cfg.evaluate_every or finished % cfg.evaluate_every or finished >= cfg.steps:
+    if not _is_due(cfg, finished):
         return False
     evaluate("during")
+    _keep_if_best(cfg, run, engine)
     best, since = decided_by_rank_0(lambda: best_step(_evaluations(run)))
-    if cfg.keep_best and best == finished:
-        run.phase("checkpoint")
-        export_model(cfg, run, "best", engine)
     stops = 0 < cfg.patience <= since
     if stops and run.writes:
         run.print(f"no evaluation since step {best} was better: training ends after {finished} steps (--patience)")
     return stops
 
 
+def _is_due(cfg: Any, finished: int) -> bool:
+    return bool(cfg.evaluate_every) and not finished % cfg.evaluate_every and finished < cfg.steps and not is_replay()
+
+
 def best_step(evaluations: Sequence[Mapping[str, float]]) -> tuple[int, int]:
     """The number of finished steps at the best evaluation, and the number of evaluations since then.
 
-    The best evaluation has the highest accuracy or, without accuracies, the lowest held-out loss. Of equal results, the
-    first counts. Without any result: (-1, 0).
+    The best evaluation has the highest accuracy and, of those with this accuracy or without any, the lowest held-out
+    loss. Of equal results, the first counts. Without any result: (-1, 0).
     """
     scores = [_score(evaluation) for evaluation in evaluations]
-    if max(scores, default=-math.inf) == -math.inf:
+    if max(scores, default=NO_RESULT) == NO_RESULT:
         return -1, 0
     best = scores.index(max(scores))
     return int(evaluations[best]["step"]), len(scores) - best - 1
 
 
-def _score(evaluation: Mapping[str, float]) -> float:
-    score = evaluation["accuracy"] if "accuracy" in evaluation else -evaluation.get("heldout_loss", math.inf)
-    return -math.inf if math.isnan(score) else score
+def _score(evaluation: Mapping[str, float]) -> tuple[float, float]:
+    """(accuracy, -held-out loss), each -inf if it is missing or nan."""
+    results = evaluation.get("accuracy", -math.inf), -evaluation.get("heldout_loss", math.inf)
+    accuracy, negative_loss = (-math.inf if math.isnan(x) else x for x in results)
+    return accuracy, negative_loss
 
 
 def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
-    """Export the final model to `best` if its evaluation is the best one, and write `best_step` to eval.json."""
+    """Export the final model to `best` if its evaluation is the best one, and write `best_step` to eval.json.
+
+    If `best` has the model of another step, because an interruption lost the best one, it is renamed.
+    """
     if not getattr(cfg, "keep_best", False) or is_replay():
         return
-    best, _ = decided_by_rank_0(lambda: best_step(_evaluations(run)))
-    if best == run.step + 1:
-        export_model(cfg, run, "best", engine)
+    best = _keep_if_best(cfg, run, engine)
+    if run.writes and _exported_step(run) not in (best, None):
+        aside = run.out / "best.outdated"
+        shutil.rmtree(aside, ignore_errors=True)
+        (run.out / "best").rename(aside)
+        run.print(f"the best model, that of step {best}, was lost by an interruption; {aside} has another one")
     run.log_evaluation(best_step=best)
+
+
+def _keep_if_best(cfg: Any, run: Run, engine: Any) -> int:
+    """With `cfg.keep_best`, export the model to `best` if its evaluation is the best one. Returns the best step."""
+    best, finished = decided_by_rank_0(lambda: best_step(_evaluations(run))[0]), run.step + 1
+    if cfg.keep_best and best == finished:
+        run.phase("checkpoint")
+        export_model(cfg, run, "best", engine)
+        if run.writes:
+            (run.out / "best" / EXPORTED_STEP).write_text(json.dumps({"step": finished}))
+    return best
+
+
+def _exported_step(run: Run) -> int | None:
+    """The step of the model in `best`; -1 if it is unknown, None if there is no model."""
+    folder = run.out / "best"
+    return read_object(folder / EXPORTED_STEP).get("step", -1) if folder.exists() else None
 
 
 def _evaluations(run: Run) -> list[dict[str, Any]]:

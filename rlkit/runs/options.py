@@ -24,10 +24,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 Config = TypeVar("Config")
 OF_ONE_RUN = {"versions", "config", "out", "resume", "allow_changes"}
+DEPENDING_ON_MODEL = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `defaults_of_model`
 
 
 @dataclass
@@ -59,7 +61,7 @@ class RunOptions:
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
     """CPU threads per process. Above 1, a run on a CPU is not bitwise reproducible. Default for models other than tiny:
-    the cores of the machine divided by its ranks."""
+    the cores that this job may use on the machine, divided by its ranks there."""
 
 
 @dataclass
@@ -225,7 +227,7 @@ class SamplingOptions(GenerationOptions):
     """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
     max_prompt_tokens: int = 0
     """Maximum number of tokens per prompt, image tokens included. Longer prompts are skipped and counted. 0: the
-    model's context minus max_new_tokens."""
+    context of model and sampler minus max_new_tokens."""
 
 
 @dataclass
@@ -268,9 +270,12 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Passes over the training rows, instead of --steps. 0: use --steps."""
     evaluate_every: int = 0
     """Steps between evaluations on the held-out rows during training. 0: only before and after training."""
+    heldout_rows: int = 1000
+    """Maximum number of held-out rows, whose images stay in memory during the run: a random choice, the same in every
+    run. 0: all. evaluate.py takes all."""
     keep_best: bool = False
-    """With --evaluate_every: export the model with the best evaluation to best/. The best is the highest accuracy, or
-    the lowest held-out loss where no accuracy is measured."""
+    """With --evaluate_every: export the model with the best evaluation to best/. The best is the highest accuracy; of
+    equal accuracies, or where none is measured, the lowest held-out loss."""
     patience: int = 0
     """With --evaluate_every: end training after this many evaluations in a row without a new best one. 0: never."""
     save_every: int = 50
@@ -301,7 +306,7 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
 warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
-log_prompts evaluate_every patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
+log_prompts evaluate_every heldout_rows patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
@@ -314,7 +319,8 @@ def check_ranges(cfg: Any) -> None:
     """Raise a ValueError that names the first option of a recipe whose number is out of range."""
     for names, low, high in ((AT_LEAST_1, 1, math.inf), (AT_LEAST_0, 0, math.inf), (SHARES, 0, 1)):
         for name in names:
-            check_range(name, getattr(cfg, name, low), low, high)
+            if (value := getattr(cfg, name, None)) is not None:
+                check_range(name, value, low, high)
     for name in POSITIVE:
         if not getattr(cfg, name, 1.0) > 0:
             raise ValueError(f"{name}: expected a number above 0, got {getattr(cfg, name):g}")
@@ -436,7 +442,7 @@ def defaults_of_model(cfg: Any) -> dict[str, Any]:
         return {}
     lr = 1e-5 if getattr(cfg, "lora_rank", 0) else 1e-6
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)  # a job may have some of the machine's cores only
     return {"lr": lr, "critic_lr": 1e-5, "enable_gradient_checkpointing": True, "threads": threads}
 
 
@@ -474,7 +480,8 @@ def _parse(
 def _file_arguments(file: str, config: type) -> list[str]:
     """The options in a YAML or JSON file, as command-line arguments.
 
-    Options of a config.json that concern only its own run are left out, such as `out` and `resume`.
+    Options of a config.json that concern only its own run are left out, such as `out` and `resume`. So are those that
+    are defaults of its model, such as `lr`, because a run with another model has other ones.
 
     Raises:
         ValueError: the file cannot be read, is not a mapping, or has an option that `config` lacks.
@@ -488,7 +495,10 @@ def _file_arguments(file: str, config: type) -> list[str]:
     if not isinstance(options, dict):
         raise ValueError(f"config {file!r}: expected options by name, got a {type(options).__name__}")
     if "versions" in options:  # a run's config.json
-        options = {name: x for name, x in options.items() if name not in OF_ONE_RUN}
+        defaults = {f.name: f.default for f in fields(config)} | defaults_of_model(SimpleNamespace(**options))
+        # as text, because YAML reads 1e-06 as text
+        of_model = {x for x in DEPENDING_ON_MODEL & options.keys() if str(options[x]) == str(defaults.get(x))}
+        options = {name: x for name, x in options.items() if name not in OF_ONE_RUN | of_model}
     names = {option.name for option in fields(config)}
     if unknown := sorted(set(options) - names):
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")

@@ -29,6 +29,12 @@ def compute_dtype(engine: Any) -> torch.dtype | None:
     return getattr(engine, "compute_dtype", None)
 
 
+def context_length(engine: Any, rollout: Any) -> int:
+    """Maximum number of tokens of a prompt and its answer: the context of the model, or of the sampler if smaller."""
+    of_model = engine.config.get_text_config().max_position_embeddings
+    return min(of_model, getattr(rollout, "max_model_len", of_model))
+
+
 def encode_share(
     rows: Iterable[tuple[int, Any]], encode_row: Callable[[int, Any], T], run: Run, engine: Any
 ) -> tuple[list[T], list[str]]:
@@ -81,10 +87,11 @@ class PolicySampler:
     def encode(self, rows: Iterable[tuple[int, Any]]) -> Prompts:
         """Encode this rank's share of the (group id, row) pairs of all ranks.
 
-        Rows that cannot be read or are longer than `cfg.max_prompt_tokens` are skipped, and named in the log.
+        Rows that cannot be read, are longer than `cfg.max_prompt_tokens`, or leave no room for an answer are skipped,
+        and named in the log.
         """
-        context = self.engine.config.get_text_config().max_position_embeddings
-        max_tokens = self.cfg.max_prompt_tokens or context - self.cfg.max_new_tokens
+        room = context_length(self.engine, self.rollout) - self.cfg.max_new_tokens
+        max_tokens = min(self.cfg.max_prompt_tokens or room, room)
         dtype = compute_dtype(self.engine)
 
         def encode_row(group_id: int, row: Any) -> Sample:
@@ -194,7 +201,8 @@ class PolicySampler:
 
     @cached_property
     def _check_sync(self) -> WeightSyncCheck:
-        return WeightSyncCheck(self.cfg.max_mismatch, dtype=sync_check_dtype(self.cfg, self.rollout))
+        dtype = sync_check_dtype(self.cfg, self.rollout)
+        return WeightSyncCheck(self.cfg.max_mismatch, dtype=dtype, first=self.run.first_mismatch)
 
     def stop_if_out_of_sync(self, mismatch: float) -> None:
         """End the run if the sampler clearly lacks the trained weights; see `rlkit.rollout.WeightSyncCheck`.
@@ -204,6 +212,7 @@ class PolicySampler:
         """
         if problem := self._check_sync(mismatch):
             self.run.stop(problem)
+        self.run.first_mismatch = self._check_sync.first
 
     def metrics(self, answers: Answers) -> dict[str, float]:
         """Metrics for `Run.log`, over the answers of all ranks; see `rlkit.runs.answers.answer_metrics`.

@@ -22,6 +22,7 @@ from rlkit.engines.distributed import init_distributed
 from rlkit.profiling import StepProfiler
 from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
+from rlkit.runs.allocator import use_expandable_segments
 from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
 from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
@@ -49,6 +50,7 @@ def run_recipe(main: Callable[[Any], None]) -> None:
         with outside_endings(name), explained_out_of_memory():
             with one_sentence_errors(name):
                 cfg = parse_options(config.annotation, module.__doc__ or "")
+            use_expandable_segments(cfg)
             main(cfg)
     except SystemExit as end:
         if isinstance(end.code, str):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rlkit.data import Task, load_task, with_heldout, with_prompt
+from rlkit.data.samples import Row
+from rlkit.data.tables import HELD_OUT_SEED, Rows
 from rlkit.rewards import isolated, reward_named, without_thinking
 from rlkit.runs.options import RewardOptions, TaskOptions, option_value
 
@@ -17,6 +22,8 @@ Config = TypeVar("Config", bound=Any)
 
 def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = load_task) -> Task:
     """Load a task, and apply the options for its held-out rows, prompts and reward.
+
+    In recipes that train, `cfg.heldout_rows` bounds the number of held-out rows.
 
     Args:
         cfg: options; they include `RewardOptions` in recipes that judge answers.
@@ -34,6 +41,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         task = replace(task, reward=reward_named(named))
     if cfg.heldout:
         task = with_heldout(task, cfg.heldout, load_any)
+    task = replace(task, heldout=_at_most(getattr(cfg, "heldout_rows", 0), task.heldout))
     if isinstance(cfg, RewardOptions):
         task = replace(task, reward=_judged_as_asked(cfg, task.reward))
     return with_prompt(
@@ -43,6 +51,16 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         answer_prefix=cfg.answer_prefix,
         chat_template_kwargs={name: option_value(text) for name, text in cfg.chat_template_kwargs.items()},
     )
+
+
+def _at_most(count: int, heldout: Sequence[Row]) -> Sequence[Row]:
+    """`count` rows, chosen at random and in order; all of them if there are no more, or for a count of 0."""
+    if not 0 < count < len(heldout):
+        return heldout
+    if os.environ.get("RANK", "0") == "0":
+        print(f"held-out rows: {count} of {len(heldout)} (--heldout_rows; 0 for all)", flush=True)
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(heldout))[:count]
+    return Rows(lambda i: heldout[i], np.sort(order))
 
 
 def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any]) -> Callable[..., Any]:

@@ -89,6 +89,7 @@ class Run:
             self._write(CONFIG, config)
         self.step = 0  # the last step that was logged
         self.skipped_in_a_row = 0  # skipped steps at the end of the log
+        self.first_mismatch: float | None = None  # of sampler and trainer; see PolicySampler.stop_if_out_of_sync
         self.peak = peak_flops_of_all_ranks()
         self.write_page, self.page_seconds, self.profiler = write_page, page_seconds, profiler
         self._page_writer: threading.Thread | None = None

@@ -1,6 +1,7 @@
 """`recipes/dapo.py` as a person runs it."""
 
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import helpers
 from helpers import numbers, run_here
+
+from rlkit.runs import PolicySampler
 
 warm_dir, text_dir = helpers.warm_dir, helpers.text_dir
 LEARNING = [
@@ -51,6 +54,19 @@ def test_leaves_what_it_promises(whole):
         assert row["mismatch/abs_dlogp"] < 1e-5 and row["time/generate"] > 0 and row["time/reward"] >= 0
     assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step_10", "step_8"]
     assert (whole / "model" / "model.safetensors").exists() and (whole / "report.html").exists()
+
+
+def test_rows_are_encoded_while_others_are_sampled(warm_dir, tmp_path, monkeypatch):
+    """Those of the training steps, and not those of held-out rows."""
+    threads, encode = [], PolicySampler.encode
+
+    def recorded(sampler, rows):
+        threads.append(threading.current_thread().name)
+        return encode(sampler, rows)
+
+    monkeypatch.setattr(PolicySampler, "encode", recorded)
+    run_here("dapo", "--model", warm_dir, "--out", tmp_path, "--task", "helpers:few_digits", *SMALL)
+    assert len(threads) > 1 and all(name.startswith("one_ahead") for name in threads[1:])
 
 
 def half_settled():
@@ -107,5 +123,7 @@ def test_help_names_every_option(capsys):
 def test_bad_input_is_one_clear_message(whole, tmp_path):
     with pytest.raises(SystemExit, match="dapo: mini_batches: expected 1 to 6, got 7"):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 7)
+    with pytest.raises(SystemExit, match="dapo: epochs: expected none, as draws per step vary, .*; use --steps"):
+        run_here("dapo", "--out", tmp_path / "a", *SMALL, "--epochs", 1)
     with pytest.raises(SystemExit, match="dapo: out .*holds a run already; continue it with --resume"):
         run_here("dapo", "--out", whole, *SMALL)

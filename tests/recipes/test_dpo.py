@@ -20,7 +20,7 @@ from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
 from rlkit import runs  # noqa: E402
 from rlkit.data import Batch  # noqa: E402
-from rlkit.losses import token_logprobs  # noqa: E402
+from rlkit.losses import orpo_loss, token_logprobs  # noqa: E402
 from rlkit.vlm import load_model, load_processor  # noqa: E402
 
 LEARNING = [
@@ -137,6 +137,18 @@ def test_simpo_equals_trls(golden):
     more, _ = pair_loss(replace(cfg, sft_coef=0.3))
     means = [-row[mask].mean() for row, mask in zip(logprobs[0::2], batch.mask[0::2], strict=True)]
     torch.testing.assert_close(more, loss + 0.3 * torch.stack(means).mean())
+
+
+def test_orpo_is_weighted_as_in_its_paper():
+    """arXiv 2403.07691, eq. 6, with its lambda of 0.1."""
+    recipe = helpers.load("dpo")
+    logprobs = -torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[False, False, True, True, True, True]]).expand(2, 6)
+    batch = Batch(torch.zeros(2, 6, dtype=torch.long), mask, [6, 6]).add(ref_logprobs=torch.zeros(2, 6))
+    cfg = recipe.Config(loss="orpo")
+    loss, _ = recipe.pair_loss(SimpleNamespace(logprobs=logprobs), batch, recipe.loss_function(cfg), cfg)
+    (chosen, rejected), four = (logprobs * mask).sum(1, keepdim=True), torch.tensor([4])
+    torch.testing.assert_close(loss, (-chosen / 4 + 0.1 * orpo_loss(chosen, rejected, four, four)).squeeze())
 
 
 @pytest.mark.parametrize("name", sorted({*helpers.load("dpo").LOSSES} - {"discopop"}))  # not monotone around 0

@@ -2,11 +2,14 @@
 
 import json
 import sys
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from rlkit.engines.distributed import init_distributed
 from rlkit.rollout import Observation
 from rlkit.rollout.serve import serving
 from rlkit.tracking import read_metrics
@@ -141,6 +144,27 @@ def test_bad_input_is_one_clear_message(warm_dir, tmp_path):  # noqa: F811
 
 def test_help_names_every_option(capsys):
     assert_help_names_every_option("grpo_async", capsys)
+
+
+def test_options_of_the_back_end_count_for_a_server_that_the_recipe_starts(tmp_path, monkeypatch):
+    """And those that the recipe itself gives, unless an option overrides them."""
+    recipe, made = helpers.load("grpo_async"), {}
+
+    def make(*args, **options):
+        made.update(options)
+        return SimpleNamespace(close=lambda: None)
+
+    init_distributed()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("rlkit.runs.models.make_rollout", make)
+    monkeypatch.setattr(recipe, "serving", lambda *args, **options: nullcontext({"http://localhost:1": None}))
+    cfg = recipe.Config(rollout_options={"max_sequences": "32", "timeout": "5"})
+    run = SimpleNamespace(writes=True, out=tmp_path, print=lambda text: None)
+    engine = SimpleNamespace(model_parallel_group=None, gathered=None)
+    with ExitStack() as stack:
+        recipe.build_server_rollout(cfg, run, "model", None, engine, stack)
+    assert made["urls"] == ("http://localhost:1",) and made["transfer"] == "gloo"
+    assert (made["max_sequences"], made["timeout"]) == (32, 5)
 
 
 def test_ranks_that_share_rows_are_refused(warm_dir, tmp_path, monkeypatch):  # noqa: F811

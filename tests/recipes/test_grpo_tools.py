@@ -6,19 +6,26 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import helpers  # noqa: E402
 from helpers import load, numbers, rows, run_here, text_dir  # noqa: E402, F401
 
+from rlkit.data.messages import message  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.replay.__main__ import main as replay  # noqa: E402
+from rlkit.rollout import Observation, Sampling, run_episodes  # noqa: E402
+from rlkit.rollout.agent import ScriptedRollout  # noqa: E402
 from rlkit.rollout.image_tools import zoom, zoomed_digits  # noqa: E402
+from rlkit.runs import Answers  # noqa: E402
 from rlkit.runs.tiny_tool_user import build_tiny_tool_user  # noqa: E402
+from rlkit.vlm import encode_prompt, load_processor  # noqa: E402
 
 HELD_OUT = 100
 canvases = functools.cache(zoomed_digits)
@@ -116,6 +123,32 @@ def test_the_game_of_the_page(text_dir, tmp_path, monkeypatch):  # noqa: F811
     )  # fmt: skip
     (row,) = rows(tmp_path / "run")
     assert 1 <= row["turns"] <= 3 and row["unjudged"] == row["aborted"] == 0
+
+
+def test_turns_of_the_prompt_are_not_those_of_the_episode(text_dir):  # noqa: F811
+    """The prompt is itself a chat of several turns."""
+    recipe, processor = load("grpo_tools"), load_processor(str(text_dir))
+    chat = [message(role, text) for role, text in (("user", "1?"), ("assistant", "2"), ("user", "3?"))]
+    written = iter(["higher", "five"])
+    rollout = ScriptedRollout(processor, lambda sample: next(written))
+    samples = run_episodes(
+        rollout,
+        [encode_prompt(processor, {"messages": chat})],
+        Sampling(8),
+        lambda sample: Observation("no") if sample.text == "higher" else None,
+        processor=processor,
+    )
+    answers = Answers([replace(sample, reward=1.0) for sample in samples], torch.ones(1))
+    engine = SimpleNamespace(global_sum=lambda x: x)
+    assert recipe.transcript(samples[0]) == "higher | no | five"
+    assert recipe.turns_and_aborted(answers, engine) == {"turns": 2, "aborted": 0}
+
+
+def test_episodes_are_as_long_as_the_samplers_context():
+    recipe, text = load("grpo_tools"), SimpleNamespace(max_position_embeddings=64)
+    engine = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text), global_sum=None)
+    for rollout, longest in ((SimpleNamespace(), 64), (SimpleNamespace(max_model_len=48), 48)):
+        assert recipe.episodes(recipe.Config(), rollout, None, None, engine).keywords["max_tokens"] == longest
 
 
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):

@@ -39,6 +39,28 @@ def test_the_first_mismatch_is_taken_as_rounding():
     assert not rough(0.1) and not rough(0.3) and rough(0.31)
 
 
+def test_a_resumed_run_goes_on_with_its_first_mismatch():
+    before = WeightSyncCheck(0.3, dtype=torch.bfloat16)
+    assert not any(map(before, (0.03, 0.09, 0.15)))
+    resumed = WeightSyncCheck(0.3, dtype=torch.bfloat16, first=before.first)
+    assert not resumed(0.15) and resumed.first == 0.03
+    other_sampler = WeightSyncCheck(0.3, dtype=torch.bfloat16, first=1e-6)  # hf before, now one in bfloat16
+    assert not other_sampler(0.04) and not other_sampler(0.2) and other_sampler.first == 0.04
+    assert WeightSyncCheck(0.3, dtype=torch.bfloat16, first=1e-6)(0.11)
+    assert "expected at most 0.003" in WeightSyncCheck(0.3, dtype=torch.float32, first=1e-6)(0.02)
+
+
+def test_a_checkpoint_has_the_first_mismatch(tiny_dir, tmp_path, monkeypatch):
+    """It was that of rounding in bfloat16, and has grown since."""
+    mismatches, stop = iter([0.03, 0.09]), PolicySampler.stop_if_out_of_sync
+    monkeypatch.setattr(PolicySampler, "stop_if_out_of_sync", lambda sampler, _: stop(sampler, next(mismatches)))
+    options = ["--model", tiny_dir, "--out", tmp_path, "--prompts_per_step", 2, "--group_size", 2, "--save_every", 1]
+    small = ["--task", "test_weight_sync_check:short_words", "--max_new_tokens", 3, "--compute_dtype", "bfloat16"]
+    run_here("grpo_vlm", *options, *small, "--steps", 2)
+    mismatches = iter([0.15])
+    run_here("grpo_vlm", *options, *small, "--steps", 3, "--resume")
+
+
 @pytest.mark.parametrize(("name", "most"), [("float32", 0.003), ("bfloat16", 0.1), ("float16", 0.1)])
 def test_a_first_mismatch_above_rounding_fails(name, most):
     dtype = getattr(torch, name)
@@ -110,7 +132,10 @@ def test_the_dtype_of_a_run_is_that_of_its_options():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None])
 def test_the_dtype_of_a_run_is_that_of_its_sampler(dtype):
-    rollout, run = SimpleNamespace(weight_dtype=dtype, generate=None), SimpleNamespace(stop=sys.exit)
+    rollout, run = (
+        SimpleNamespace(weight_dtype=dtype, generate=None),
+        SimpleNamespace(stop=sys.exit, first_mismatch=None),
+    )
     cfg = SimpleNamespace(dtype="float32", compute_dtype="auto", max_mismatch=0.3, reward_threads=0)
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, None, rollout)
     with nullcontext() if dtype in (torch.bfloat16, torch.float16) else pytest.raises(SystemExit, match="0.003, got"):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import statistics
 from types import SimpleNamespace
 
@@ -11,7 +12,15 @@ import torch
 
 from rlkit.engines.distributed import init_distributed
 from rlkit.report.intervals import confidence_interval, intervals
-from rlkit.runs import evaluate_every, mean_and_error, pass_at_k, record_evaluation, start, with_intervals
+from rlkit.runs import (
+    evaluate_at_start,
+    evaluate_every,
+    mean_and_error,
+    pass_at_k,
+    record_evaluation,
+    start,
+    with_intervals,
+)
 from rlkit.runs.evaluation import best_step, keep_best_of_all
 from rlkit.tracking import EVAL, Run
 
@@ -90,6 +99,16 @@ def measured(*accuracies):
             [{"step": 0, "heldout_loss": 2.0}, {"step": 5, "heldout_loss": 1.0}, {"step": 9, "heldout_loss": 1.5}],
             (5, 1),
         ),
+        ([{"step": s, "accuracy": 0.0, "heldout_loss": 3 / (s + 1)} for s in range(4)], (3, 0)),  # no exact answer
+        (
+            [
+                {"step": 0, "accuracy": 0.5, "heldout_loss": 1.0},
+                {"step": 1, "accuracy": 0.6, "heldout_loss": 2.0},
+                {"step": 2, "accuracy": 0.6, "heldout_loss": float("nan")},
+                {"step": 3, "heldout_loss": 0.1},  # nothing was judged
+            ],
+            (1, 2),
+        ),
         ([{"step": 3, "other": 1.0}], (-1, 0)),
     ],
 )
@@ -102,14 +121,17 @@ class Engine:
 
     config = SimpleNamespace(name_or_path="", dtype=None)
 
-    def __init__(self):
-        self.steps = 0
+    def __init__(self, killed_in_export=None):
+        self.steps, self.killed_in_export = 0, killed_in_export
 
     def global_sum(self, x):
         return x
 
     def export_hf(self, path, dtype):
-        path.mkdir(exist_ok=True)
+        if self.steps == self.killed_in_export:
+            raise KeyboardInterrupt
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
         (path / "steps").write_text(str(self.steps))
 
 
@@ -119,22 +141,28 @@ def test_where_nothing_was_judged_the_line_says_so(tmp_path, capsys):
     assert expected in capsys.readouterr().out
 
 
-def train(out, accuracies, *, start=0, **options):
-    """A run whose held-out accuracy before training, and after each step, is given."""
+def train(out, accuracies, *, start=0, killed_in_export=None, saved_only=None, **options):
+    """A run whose held-out accuracy before training, and after each step, is given.
+
+    Args:
+        killed_in_export: the run is killed while it exports the model of this step.
+        saved_only: after this step a signal ends the run, once the checkpoint is saved and before it is evaluated.
+    """
     defaults = {"steps": len(accuracies) - 1, "evaluate_every": 1, "keep_best": True, "patience": 0}
     cfg = SimpleNamespace(**{**defaults, "export_dtype": "float32", **options})
-    run, engine = Run(out, {}), Engine()
+    run, engine = Run(out, {}), Engine(killed_in_export)
 
     def evaluate(when):
         found = {"accuracy": accuracies[engine.steps]}
         record_evaluation(run, engine, when, found, rows=3, skipped=0)
 
     engine.steps = start
-    if start == 0:
-        evaluate("before")
+    evaluate_at_start(cfg, run, start, evaluate, engine)
     for step in run.steps(start, cfg.steps):
         engine.steps = step + 1
         run.log(step, {})
+        if step + 1 == saved_only:
+            raise KeyboardInterrupt
         if evaluate_every(cfg, run, step, evaluate, engine):
             break
     evaluate("after")
@@ -181,6 +209,37 @@ def test_a_resumed_run_has_the_evaluations_of_one_that_was_not_stopped(tmp_path)
     resumed = train(tmp_path / "resumed", accuracies, start=2)  # and resumed at step 2
     assert resumed[0]["evaluations"] == whole[0]["evaluations"]
     assert resumed[0]["best_step"] == whole[0]["best_step"] == 2
+
+
+ACCURACIES = [0.1, 0.3, 0.9, 0.4, 0.5]
+
+
+def test_an_evaluation_that_a_signal_left_out_is_made_up_for(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, ACCURACIES, saved_only=2)
+    found, best, _ = train(tmp_path, ACCURACIES, start=2)
+    assert [one["step"] for one in found["evaluations"]] == [0, 1, 2, 3, 4] and found["best_step"] == best == 2
+
+
+def test_an_export_that_was_interrupted_is_repeated(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, ACCURACIES, killed_in_export=2)
+    found, best, _ = train(tmp_path, ACCURACIES, start=2)
+    assert [one["step"] for one in found["evaluations"]] == [0, 1, 2, 3, 4] and found["best_step"] == best == 2
+
+
+def test_a_best_model_that_is_there_is_not_exported_again(tmp_path):
+    train(tmp_path, ACCURACIES)
+    assert train(tmp_path, ACCURACIES, start=2, killed_in_export=2)[1] == 2
+
+
+def test_a_model_in_best_that_is_not_the_best_is_set_aside(tmp_path, capsys):
+    """The run resumes at another step than that of the interrupted export."""
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, ACCURACIES, killed_in_export=2)
+    found, best, _ = train(tmp_path, ACCURACIES, start=3)
+    assert found["best_step"] == 2 and best is None and (tmp_path / "best.outdated" / "steps").read_text() == "1"
+    assert "the best model, that of step 2, was lost by an interruption" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options", [{"keep_best": True}, {"patience": 2}])

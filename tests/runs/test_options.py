@@ -56,7 +56,7 @@ def test_the_command_line_gives_a_flat_object():
     arguments = "--lr 1e-3 --steps 3 --loss b --names p q --weights a 1 b 0.5 --no_fused --model m --seed 4 --resume"
     assert parse_options(Config, "", arguments.split()) == Config(
         lr=1e-3, steps=3, loss="b", names=("p", "q"), weights={"a": 1.0, "b": 0.5}, fused=False, model="m", seed=4,
-        resume=True, threads=(os.cpu_count() or 1),
+        resume=True, threads=len(os.sched_getaffinity(0)),
     )  # fmt: skip
 
 
@@ -172,6 +172,7 @@ def test_options_of_the_chat_template_and_thinking_apart():
     assert "chat_template_kwargs" not in plain.train[0] and plain.reward("113", {"answer": "113"}) == 1
 
 
+<<<<<<< HEAD
 def test_a_file_of_held_out_rows_needs_no_answers_for_a_reward_of_yours(tmp_path):
     (tmp_path / "mine.py").write_text("def long(text, row):\n    return float(len(text))\n")
     for name in ("train", "heldout"):
@@ -179,6 +180,23 @@ def test_a_file_of_held_out_rows_needs_no_answers_for_a_reward_of_yours(tmp_path
     cfg = JudgedTaskOptions(heldout=f"{tmp_path}/heldout.jsonl", reward=f"{tmp_path}/mine.py:long")
     task = load_named_task(cfg, f"{tmp_path}/train.jsonl")
     assert (len(task.train), len(task.heldout), task.reward("four", task.heldout[0])) == (3, 3, 4)
+=======
+def test_a_large_test_split_is_bounded(capsys):
+    """Its images stay in memory; evaluate.py, which has no such option, encodes them batch by batch."""
+    every = load_named_task(TaskOptions(task="sorting"), "sorting")
+    assert len(every.heldout) == 200 and not capsys.readouterr().out
+    bounded = [
+        load_named_task(TrainingOptions(task="sorting", heldout_rows=50, seed=seed), "sorting") for seed in (0, 1)
+    ]
+    chosen = [[row["question"] for row in task.heldout] for task in bounded]
+    questions = [row["question"] for row in every.heldout]
+    assert chosen[0] == chosen[1] == sorted(chosen[0], key=questions.index) and len(chosen[0]) == 50
+    assert chosen[0] != questions[:50] and len(bounded[0].train) == 800
+    assert "held-out rows: 50 of 200 (--heldout_rows; 0 for all)\n" in capsys.readouterr().out
+    for count in (0, 200, 1000):
+        task = load_named_task(TrainingOptions(task="sorting", heldout_rows=count), "sorting")
+        assert len(task.heldout) == 200 and not capsys.readouterr().out
+>>>>>>> room-runs
 
 
 def public_names(module):

@@ -1,7 +1,9 @@
 """Defaults that depend on the model: a real one gets a small learning rate, recomputation and all its cores."""
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def test_tiny_keeps_the_defaults_of_its_recipe(tiny_dir, text_dir):  # noqa: F81
 @pytest.mark.parametrize(("adapters", "lr"), [([], 1e-6), (["--lora_rank", 8], 1e-5)])
 def test_real_model(monkeypatch, adapters, lr):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))  # of a job; the machine may have more
     cfg = options("ppo", "--model", "Qwen/Qwen2.5-7B-Instruct", *adapters)
     assert (cfg.lr, cfg.critic_lr, cfg.enable_gradient_checkpointing, cfg.threads) == (lr, 1e-5, True, 6)
 
@@ -43,6 +45,22 @@ def test_what_is_given_counts():
     given = ["--lr", 3e-5, "--no_enable_gradient_checkpointing", "--threads", 2]
     cfg = options("grpo_vlm", "--model", "Qwen/Qwen2.5-7B-Instruct", *given)
     assert (cfg.lr, cfg.enable_gradient_checkpointing, cfg.threads) == (3e-5, False, 2)
+
+
+def test_another_model_with_the_config_of_a_run_has_its_own_defaults(tmp_path):
+    def written(*arguments):
+        config = {**asdict(options("ppo", *arguments)), "versions": {}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return ["--config", tmp_path / "config.json"]
+
+    real = ["--model", "Qwen/Qwen2.5-7B-Instruct"]
+    cfg, expected = options("ppo", *written("--seed", 3), *real), options("ppo", *real)
+    names = ("lr", "critic_lr", "enable_gradient_checkpointing", "threads")
+    assert [getattr(cfg, name) for name in names] == [getattr(expected, name) for name in names] and cfg.seed == 3
+    assert options("ppo", *written(*real), "--lora_rank", 8).lr == 1e-5
+    assert options("ppo", *written("--lr", 2e-5), *real).lr == 2e-5  # given, not a default
+    same = written("--lora_rank", 8, *real)
+    assert {**asdict(options("ppo", *same)), "config": ""} == asdict(options("ppo", "--lora_rank", 8, *real))
 
 
 def test_recipe_without_a_learning_rate():

@@ -14,6 +14,7 @@ from rlkit.engines.distributed import init_distributed
 from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.runs import Answers, PolicySampler, Prompts, evaluate_heldout
 from rlkit.runs.answers import accuracy, too_few_judged
+from rlkit.vlm import load_processor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from some_answers import EVERY, expected, measure, of_a_rank
@@ -88,6 +89,21 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tm
         assert ("accuracy_before" in recorded) == (value is not None)
     cfg.max_new_tokens = 0
     assert evaluate_heldout(sampler, heldout, "after") == []
+
+
+@pytest.mark.parametrize("most", [0, 1000])
+def test_prompts_beyond_the_samplers_context_are_skipped(tiny_dir, most):
+    """A server's --max-model-len may be smaller than the model's context."""
+    said = []
+    cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, max_prompt_tokens=most)
+    text = SimpleNamespace(max_position_embeddings=4096)
+    config = SimpleNamespace(get_text_config=lambda: text)
+    engine = SimpleNamespace(config=config, data_parallel_rank=0, data_parallel_size=1)
+    run, rollout = SimpleNamespace(print=said.append), SimpleNamespace(generate=None, max_model_len=64)
+    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), load_processor(tiny_dir), engine, rollout)
+    rows = [{"question": "7 " * count} for count in (4, 80)]
+    prompts = sampler.encode(enumerate(rows))
+    assert [sample.group_id for sample in prompts.samples] == [0] and len(said) == len(prompts.skipped) == 1
 
 
 def warnings(steps, *, finish="stop", group_size=2):

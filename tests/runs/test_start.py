@@ -1,5 +1,6 @@
 """What a seed decides before the first step, and the end of a recipe whose options cannot be used."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rlkit.runs import (
     TrainingOptions,
     build_engine,
     one_sentence_errors,
+    run_recipe,
     start_run,
 )
 from rlkit.runs.directory import release_directory
@@ -72,6 +74,31 @@ def test_a_back_end_on_servers_needs_servers(tmp_path):
         with pytest.raises(ValueError, match=expected):
             start_run("recipe", cfg, "task")
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "expected"),
+    [
+        ([], {}, "expandable_segments:True"),
+        (["--rollout", "vllm_server", "--servers", "http://a:1"], {}, "expandable_segments:True"),
+        (["--rollout", "vllm_server"], {}, None),  # grpo_async starts a server, which inherits the environment
+        (["--rollout", "vllm"], {}, None),
+        (["--rollout", "my_rollout"], {}, None),
+        ([], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, None),
+        ([], {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+)
+def test_a_recipe_uses_expandable_segments(monkeypatch, options, given, expected):
+    found = []
+
+    def main(cfg: SampledOptions):
+        found.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+        sys.exit(0)  # before anything is loaded
+
+    monkeypatch.setattr(sys, "argv", ["recipe", *options])
+    monkeypatch.setattr(os, "environ", {k: x for k, x in os.environ.items() if "ALLOC_CONF" not in k} | given)
+    run_recipe(main)
+    assert found == [expected]
 
 
 def test_torchruns_summary_ends_with_the_sentence(tmp_path):
