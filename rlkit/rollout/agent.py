@@ -81,16 +81,10 @@ def run_episodes(
         requests: prompts.
         sampling: of each turn, for all requests or one for each; `max_new_tokens` is the longest turn.
         step: a sample -> an Observation, or None to end the episode. It finds the turn in `sample.text`, all images so
-<<<<<<< HEAD
-            far in `sample.images`, and in `sample.row` the data row, `messages` (the chat including this turn) and
-            `state` (a dict of this episode). Rewards later get the same row and the text of the last turn. A step that
-            is not async runs in a thread. Of ranks that share rows, one has the state of an episode: it calls the
-            steps, whose observations all ranks get, and the reward.
-=======
             far in `sample.images`, and in `sample.row` the data row, `messages` (the chat including this turn; the
             first `prompt_messages` of them are the prompt) and `state` (a dict of this episode). Rewards later get the
-            same row and the text of the last turn. A step that is not async runs in a thread.
->>>>>>> room-runs
+            same row and the text of the last turn. A step that is not async runs in a thread. Of ranks that share rows,
+            one has the state of an episode: it calls the steps, whose observations all ranks get, and the reward.
         processor: the model's, for its chat template and its images.
         max_turns: most turns of the policy.
         max_tokens: longest sequence, images expanded, e.g. the model's context. A turn begins only if all of its

@@ -172,7 +172,6 @@ def test_options_of_the_chat_template_and_thinking_apart():
     assert "chat_template_kwargs" not in plain.train[0] and plain.reward("113", {"answer": "113"}) == 1
 
 
-<<<<<<< HEAD
 def test_a_file_of_held_out_rows_needs_no_answers_for_a_reward_of_yours(tmp_path):
     (tmp_path / "mine.py").write_text("def long(text, row):\n    return float(len(text))\n")
     for name in ("train", "heldout"):
@@ -180,7 +179,8 @@ def test_a_file_of_held_out_rows_needs_no_answers_for_a_reward_of_yours(tmp_path
     cfg = JudgedTaskOptions(heldout=f"{tmp_path}/heldout.jsonl", reward=f"{tmp_path}/mine.py:long")
     task = load_named_task(cfg, f"{tmp_path}/train.jsonl")
     assert (len(task.train), len(task.heldout), task.reward("four", task.heldout[0])) == (3, 3, 4)
-=======
+
+
 def test_a_large_test_split_is_bounded(capsys):
     """Its images stay in memory; evaluate.py, which has no such option, encodes them batch by batch."""
     every = load_named_task(TaskOptions(task="sorting"), "sorting")
@@ -196,7 +196,6 @@ def test_a_large_test_split_is_bounded(capsys):
     for count in (0, 200, 1000):
         task = load_named_task(TrainingOptions(task="sorting", heldout_rows=count), "sorting")
         assert len(task.heldout) == 200 and not capsys.readouterr().out
->>>>>>> room-runs
 
 
 def public_names(module):
