@@ -27,6 +27,7 @@ from rlkit.engines.packing.attention import temperature_by_position as by_positi
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.ulysses import UlyssesGroup
+from rlkit.vlm.adapt import lora
 from rlkit.vlm.families import head_obstacle, image_groups
 from rlkit.vlm.inputs import position_ids, position_spec, vision_kwargs
 
@@ -425,7 +426,13 @@ def test_a_model_whose_attention_cannot_be_set_is_refused():
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("gemma2", {"final_logit_softcapping": 0.5}), ("granite", {"logits_scaling": 3}), ("cohere", {})],
+    [
+        ("gemma2", {"final_logit_softcapping": 0.5}),
+        ("granite", {"logits_scaling": 3}),
+        ("cohere", {}),
+        ("falcon_h1", {**TEXT["falcon_h1"], "lm_head_multiplier": 0.5}),
+        ("recurrent_gemma", {**REFUSED["recurrent_gemma"][0], "logits_soft_cap": 0.5}),
+    ],
 )
 def test_families_that_change_logits_after_the_output_layer_are_known(family, options):
     """Fused kernels compute logits from hidden states only."""
@@ -530,3 +537,11 @@ def test_unsupported_families_are_refused_when_the_engine_is_made():
     engine(text_model("gemma2", capped))
     with pytest.raises(ValueError, match="use_remove_padding: expected False for recurrent_gemma"):
         engine(text_model("recurrent_gemma", REFUSED["recurrent_gemma"][0]))
+    adapted = lora(text_model("qwen2", {"tie_word_embeddings": False}), 2, 4, r".*(q_proj|lm_head)")
+    expected = "use_fused_kernels: expected False for qwen2, got True: its output layer has adapters"
+    with pytest.raises(ValueError, match=expected):
+        engine(adapted, use_fused_kernels=True)
+    teacher = engine(adapted)
+    for part in (teacher.output_layer, lambda: teacher.hidden_states(rows()[0])):
+        with pytest.raises(ValueError, match="logits that are the output layer's, got qwen2: its output layer has"):
+            part()

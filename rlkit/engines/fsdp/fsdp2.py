@@ -361,7 +361,7 @@ class Fsdp2Engine:
 
     def _check_plain_head(self) -> None:
         family = self.base.config.model_type
-        if why := head_obstacle(self.base.config):
+        if why := head_obstacle(self.base.config, self._head):
             raise ValueError(f"model: expected logits that are the output layer's, got {family}: {why}")
 
     @_needs_weights
@@ -604,7 +604,7 @@ class Fsdp2Engine:
             raise ValueError(
                 'model: expected a language model, got a value head; use make_engine(..., "value_model", ...)'
             )
-        if self.use_fused_kernels and (why := head_obstacle(self.base.config)):
+        if self.use_fused_kernels and (why := head_obstacle(self.base.config, self._head)):
             raise ValueError(f"use_fused_kernels: expected False for {self.base.config.model_type}, got True: {why}")
 
     def _make_groups(self, fsdp_size: int | None, tensor: int, ulysses_size: int) -> None:
