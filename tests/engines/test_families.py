@@ -474,6 +474,13 @@ def test_chunks_of_a_sequence_become_segments():
     assert layout.prefixes == [(0, 0), (0, 0), (4, 3), (0, 0), (4, 3), (0, 0), (0, 0)]
 
 
+def test_each_query_has_a_key():
+    """Also padding of a block, which would lie beyond the window: otherwise kernels may return nan."""
+    layout = PackedLayout([0, 40, 50, 70], [40, 10, 20, 31], [(0, 0), (0, 40), (0, 0), (50, 20)], CPU)
+    masks = [block.attention_mask(4, None) for block in layout.blocks]
+    assert [mask.ndim for mask in masks] == [4, 2] and all(mask.any(-1).all() for mask in masks)
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
 def test_the_same_model_generates_and_runs_without_a_mask(family):
     """Windows, soft caps and sinks also apply outside of packed rows."""
@@ -535,8 +542,6 @@ def test_unsupported_families_are_refused_when_the_engine_is_made():
     with pytest.raises(ValueError, match=expected):
         engine(text_model("gemma2", capped), use_fused_kernels=True)
     engine(text_model("gemma2", capped))
-    with pytest.raises(ValueError, match="use_remove_padding: expected False for recurrent_gemma"):
-        engine(text_model("recurrent_gemma", REFUSED["recurrent_gemma"][0]))
     adapted = lora(text_model("qwen2", {"tie_word_embeddings": False}), 2, 4, r".*(q_proj|lm_head)")
     expected = "use_fused_kernels: expected False for qwen2, got True: its output layer has adapters"
     with pytest.raises(ValueError, match=expected):
@@ -545,3 +550,5 @@ def test_unsupported_families_are_refused_when_the_engine_is_made():
     for part in (teacher.output_layer, lambda: teacher.hidden_states(rows()[0])):
         with pytest.raises(ValueError, match="logits that are the output layer's, got qwen2: its output layer has"):
             part()
+    with pytest.raises(ValueError, match="use_remove_padding: expected False for recurrent_gemma"):
+        engine(text_model("recurrent_gemma", REFUSED["recurrent_gemma"][0]))
