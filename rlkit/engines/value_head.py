@@ -24,12 +24,26 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rlkit.data.samples import Batch
+from rlkit.vlm.families import SOFT_CAPS
 from rlkit.vlm.loading import empty_model, load_config, load_model, model_path, read_pretrained
 from rlkit.vlm.weight_files import check_trainable, weight_files
 
+NO_CAP = 2.0**40  # NO_CAP * tanh(x / NO_CAP) is x in float32; Gemma 3n's config takes no None
+
+
+class ValueHead(nn.Linear):
+    """Linear(hidden, 1) without bias, in float32: bfloat16 would round values, and small updates of the weight away."""
+
+    def __init__(self, hidden_size: int, device: torch.device | str) -> None:
+        super().__init__(hidden_size, 1, bias=False, device=device, dtype=torch.float32)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.float())
+
 
 def with_value_head(model: Any) -> Any:
-    """Replace the model's output layer by a Linear(hidden, 1) without bias, initialised to 0; returns the same model.
+    """Replace the model's output layer by a `ValueHead`, initialised to 0; returns the same model.
 
     With zeros the first values are exactly 0, which is better than a random critic, and all ranks make the same head
     without a seed. The gradient of the head itself is not 0, so the other weights have a gradient from the second step
@@ -51,12 +65,12 @@ def with_value_head(model: Any) -> Any:
     if old is None:
         raise ValueError(f"model: expected a causal LM or VLM, got {type(base).__name__}, which has no output layer")
     device = "cpu" if old.weight.is_meta else old.weight.device  # the head has its values even if weights are not read
-    head = nn.Linear(old.in_features, 1, bias=False, device=device, dtype=old.weight.dtype)
-    nn.init.zeros_(head.weight)
+    head = ValueHead(old.in_features, device)
     for config in {id(c): c for c in (base.config, base.config.get_text_config())}.values():
         config.tie_word_embeddings = False  # otherwise `tie_weights` would replace the head by the embedding
-        if getattr(config, "final_logit_softcapping", None) is not None:
-            config.final_logit_softcapping = None
+        for name in SOFT_CAPS:
+            if getattr(config, name, None) is not None:
+                setattr(config, name, NO_CAP)
     base.set_output_embeddings(head)
     base.config.value_head = True
     return model

@@ -110,7 +110,8 @@ def vocabulary_sums(
         [4, parts, N] float32: maximum logit m; sum exp(z - m); sum (z - m) exp(z - m); the target's logit, or 0 if the
         target is in another part.
     """
-    hidden, weight, temperature = hidden.contiguous(), weight.contiguous(), temperature.contiguous()
+    hidden, weight, targets, temperature = (x.contiguous() for x in (hidden, weight, targets, temperature))
+    bias = None if bias is None else bias.contiguous()
     blocks = _blocks(hidden.dtype)
     programs, tiles = triton.cdiv(len(hidden), blocks["BLOCK_N"]), triton.cdiv(len(weight), blocks["BLOCK_V"])
     tiles_per_part = triton.cdiv(tiles, min(tiles, parts or max(1, PROGRAMS // max(1, programs))))
@@ -153,6 +154,7 @@ def logit_gradients(
         grad_logprobs, grad_entropy: [N], gradients with respect to log-probabilities and entropy.
     """
     hidden, weight = hidden.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     out = hidden.new_empty(len(hidden), len(weight))
     blocks = _blocks(hidden.dtype)
     grid = triton.cdiv(len(hidden), blocks["BLOCK_N"]), triton.cdiv(len(weight), blocks["BLOCK_V"])

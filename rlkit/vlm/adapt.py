@@ -101,8 +101,13 @@ def _unadaptable_layers(model: Any) -> dict[str, str]:
         for name, module in model.get_submodule(indexer).named_modules()
         if isinstance(module, nn.Linear)
     ]
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    tied = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.weight is embedding
+    ]
     return {
         **dict.fromkeys(_fused_projections(model), "a fused kernel computes with its weight alone"),
+        **dict.fromkeys(tied, "its weight is the embedding's, which has no adapters"),
         **dict.fromkeys(routers, "a router returns more than its logits"),  # Llama 4
         **dict.fromkeys(in_indexers, "choosing the tokens of sparse attention has no gradient"),  # GLM-5
     }
@@ -164,8 +169,8 @@ def lora(
         A peft model. Only the adapters are trained; without them (`disable_adapter()`) it is the reference policy.
 
     Raises:
-        ValueError: a rank below 1, or target modules that LoRA cannot adapt here: embeddings, routers, indexers of
-            sparse attention, and projections inside fused kernels.
+        ValueError: a rank below 1, or target modules that LoRA cannot adapt here: embeddings, output layers tied to
+            them, routers, indexers of sparse attention, and projections inside fused kernels.
     """
     with requires_extra("vlm"):
         import peft

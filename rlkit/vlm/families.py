@@ -101,7 +101,15 @@ RECURRENT_CLASSES = DELTA_RULE_CLASSES | frozenset(
 # modality -> the module that encodes it, in families whose encoders have no configuration of their own
 ENCODERS_WITHOUT_CONFIG = {"gemma4_unified": {"vision": "model.embed_vision", "audio": "model.embed_audio"}}
 NO_ATTENTION_INTERFACE = "its attention does not go through transformers' AttentionInterface"
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # of logits
+LOGIT_TRANSFORMS = (
+    *SOFT_CAPS,
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "unpadded_vocab_size",
+)
 
 
 def checkpoint_name(family: str, name: str) -> str:
@@ -251,8 +259,15 @@ def check_rope_lengths(model_type: str, kind: str, most: int, lengths: Sequence[
         )
 
 
-def head_obstacle(config: Any) -> str | None:
-    """Why logits cannot be computed from hidden states by the output layer alone; None if they can."""
+def head_obstacle(config: Any, head: Any = None) -> str | None:
+    """Why logits cannot be computed from hidden states by the output layer's weight alone; None if they can.
+
+    Args:
+        config: of the model.
+        head: its output layer, if there may be adapters.
+    """
+    if hasattr(head, "lora_A"):
+        return "its output layer has adapters"
     text = config.get_text_config()
     changed = [name for name in LOGIT_TRANSFORMS if getattr(text, name, None) not in (None, 1.0)]
     return f"its logits are transformed after the output layer ({', '.join(changed)})" if changed else None

@@ -60,14 +60,17 @@ def record_routing(model: Any) -> Iterator[Callable[[], Tensor]]:
             hook.remove()
 
 
-def use_router_replay(model: Any) -> None:
+def use_router_replay(model: Any) -> int:
     """Adds the argument `routed_experts` [N, layers, K] to a model's forward, for all N tokens of its input.
 
     Each router runs a second time with the given experts, so the model's own formula computes their weights. A token
-    with -1 keeps the experts that the router chooses itself.
+    with -1 keeps the experts that the router chooses itself. The caller checks expert ids: see `check_expert_ids`.
+
+    Returns:
+        The model's number of experts in a layer.
 
     Raises:
-        ValueError: the model has no routers. In forward: routing of another shape, or expert ids that are too large.
+        ValueError: the model has no routers. In forward: routing of another shape.
     """
     found, layers = routers(model)
     experts = min(len(next(router.parameters())) for router in found.values())
@@ -75,8 +78,6 @@ def use_router_replay(model: Any) -> None:
 
     def take_argument(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given[:] = [routing] if (routing := kwargs.pop("routed_experts", None)) is not None else []
-        if given:
-            check_expert_ids(given[0], experts)
         return args, kwargs
 
     def replay(layer: int, router: nn.Module, args: Any, kwargs: Mapping[str, Any], output: tuple[Tensor, ...]) -> Any:
@@ -97,11 +98,17 @@ def use_router_replay(model: Any) -> None:
     model.register_forward_pre_hook(take_argument, with_kwargs=True)
     for layer, router in found.items():
         router.register_forward_hook(partial(replay, layer), with_kwargs=True)
+    return experts
 
 
 def check_expert_ids(routing: Tensor, experts: int) -> None:
-    """Raise a ValueError if an expert id is too large for a model with this number of experts."""
-    if (largest := int(routing.max())) >= experts:
+    """Raise a ValueError if an expert id is too large for a model with this number of experts.
+
+    Args:
+        routing: [..., K] on the host; on a GPU the host would wait for it.
+        experts: of the model.
+    """
+    if routing.numel() and (largest := int(routing.max())) >= experts:
         raise ValueError(f"routed_experts: expected expert ids below {experts}, got {largest}; is it of another model?")
 
 

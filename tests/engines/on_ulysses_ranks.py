@@ -241,6 +241,7 @@ def errors(out):
         ),
         "recurrent": lambda: make_case(Case("lfm2", config=test_families.TEXT["lfm2"]), **SHARED),
         "recurrent_tensor": lambda: make_case(Case("lfm2", config=test_families.TEXT["lfm2"]), **TENSOR),
+        "sparse_tensor": lambda: make_case(Case("gemma3n_text", config=test_families.TEXT["gemma3n_text"]), **TENSOR),
         "image_experts": lambda: apply_ulysses(test_families.vision_model("ernie4_5_vl_moe"), 2, CPU, packed=True),
         "padded": lambda: make_case(qwen2, **SHARED, use_remove_padding=False),
         "rows": lambda: engine.train_batch(make_rows(None, [rank, 5]), POLICY[0], OUTPUTS[POLICY]),

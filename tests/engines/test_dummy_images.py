@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_families import IMAGE, REFUSED, VISION, check, gradients, rows, vision_model
+from family_configs import TEXT
+from test_families import IMAGE, REFUSED, VISION, check, gradients, rows, text_model, vision_model
 
 from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
@@ -99,11 +100,26 @@ def test_a_dummy_image_alone_goes_to_all_experts_of_ernie():
 
 def test_a_family_without_a_known_dummy_image_is_named():
     for family, vision in (("llava_next", "clip_vision_model"), ("llava", "pixtral")):
-        config = SimpleNamespace(model_type=family, vision_config=SimpleNamespace(model_type=vision))
+        text = SimpleNamespace(pad_token_id=None)
+        parts = {"vision_config": SimpleNamespace(model_type=vision), "get_text_config": lambda text=text: text}
+        config = SimpleNamespace(model_type=family, **parts)
         expected = f"images on every rank or on none, .* no dummy image is known for {family}"
         with pytest.raises(ValueError, match=expected):
             dummy_sample(config, image=True)
         assert dummy_sample(config, image=False).token_ids == [0]
+
+
+@pytest.mark.parametrize("padding", [0, 1, None])
+def test_a_dummy_without_images_has_finite_gradients(padding):
+    """The embedding of the padding token is zeros, for which those of Gemma 3n would be nan."""
+    model = text_model("gemma3n_text", {**TEXT["gemma3n_text"], "pad_token_id": padding})
+    if padding is not None:
+        model.get_input_embeddings().weight.data[padding] = 0
+    use_packed_attention(model)
+    dummy = collate([dummy_sample(model.config, image=False)])
+    kwargs = prepare_model_inputs(dummy, None, CPU).kwargs
+    found = gradients(model, 0.0 * model(**kwargs, use_cache=False).logits.sum())
+    assert found and all(x.isfinite().all() for x in found.values())
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v_moe", "glm46v"])

@@ -27,6 +27,7 @@ from rlkit.engines.packing.attention import temperature_by_position as by_positi
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.ulysses import UlyssesGroup
+from rlkit.vlm.adapt import lora
 from rlkit.vlm.families import head_obstacle, image_groups
 from rlkit.vlm.inputs import position_ids, position_spec, vision_kwargs
 
@@ -425,7 +426,13 @@ def test_a_model_whose_attention_cannot_be_set_is_refused():
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("gemma2", {"final_logit_softcapping": 0.5}), ("granite", {"logits_scaling": 3}), ("cohere", {})],
+    [
+        ("gemma2", {"final_logit_softcapping": 0.5}),
+        ("granite", {"logits_scaling": 3}),
+        ("cohere", {}),
+        ("falcon_h1", {**TEXT["falcon_h1"], "lm_head_multiplier": 0.5}),
+        ("recurrent_gemma", {**REFUSED["recurrent_gemma"][0], "logits_soft_cap": 0.5}),
+    ],
 )
 def test_families_that_change_logits_after_the_output_layer_are_known(family, options):
     """Fused kernels compute logits from hidden states only."""
@@ -465,6 +472,13 @@ def test_chunks_of_a_sequence_become_segments():
     layout = PackedLayout([0, 7, 9, 12], [7, 2, 3, 4], [(0, 0), (0, 7), (0, 7), (0, 0)], CPU).chunked(4)
     assert layout.starts == [0, 4, 7, 8, 9, 10, 12] and layout.lengths == [4, 3, 1, 1, 1, 2, 4]
     assert layout.prefixes == [(0, 0), (0, 0), (4, 3), (0, 0), (4, 3), (0, 0), (0, 0)]
+
+
+def test_each_query_has_a_key():
+    """Also padding of a block, which would lie beyond the window: otherwise kernels may return nan."""
+    layout = PackedLayout([0, 40, 50, 70], [40, 10, 20, 31], [(0, 0), (0, 40), (0, 0), (50, 20)], CPU)
+    masks = [block.attention_mask(4, None) for block in layout.blocks]
+    assert [mask.ndim for mask in masks] == [4, 2] and all(mask.any(-1).all() for mask in masks)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
@@ -528,5 +542,13 @@ def test_unsupported_families_are_refused_when_the_engine_is_made():
     with pytest.raises(ValueError, match=expected):
         engine(text_model("gemma2", capped), use_fused_kernels=True)
     engine(text_model("gemma2", capped))
+    adapted = lora(text_model("qwen2", {"tie_word_embeddings": False}), 2, 4, r".*(q_proj|lm_head)")
+    expected = "use_fused_kernels: expected False for qwen2, got True: its output layer has adapters"
+    with pytest.raises(ValueError, match=expected):
+        engine(adapted, use_fused_kernels=True)
+    teacher = engine(adapted)
+    for part in (teacher.output_layer, lambda: teacher.hidden_states(rows()[0])):
+        with pytest.raises(ValueError, match="logits that are the output layer's, got qwen2: its output layer has"):
+            part()
     with pytest.raises(ValueError, match="use_remove_padding: expected False for recurrent_gemma"):
         engine(text_model("recurrent_gemma", REFUSED["recurrent_gemma"][0]))

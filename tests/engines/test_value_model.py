@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlkit.data import Batch
 from rlkit.engines import make_engine
@@ -19,7 +19,9 @@ from rlkit.losses import bradley_terry_loss, clipped_value_loss, token_mean
 from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
+from family_configs import REFUSED, TEXT
 from rows import make_batch
+from test_families import text_model
 
 LAYOUTS = {
     "shared": {},
@@ -167,11 +169,11 @@ def test_the_new_head_is_zero_and_untied():
     assert not engine_for(model).infer_batch(text_batch())["values"].any()
 
 
-def test_values_are_not_capped():
+@pytest.mark.parametrize("family", ["gemma2", "gemma3n_text", "recurrent_gemma"])
+def test_values_are_not_capped(family):
     """Gemma soft-caps the output of its output layer at 30."""
-    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
-    config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = with_golden_head(Gemma2ForCausalLM(config), torch.full((1, 32), 100.0))
+    options = REFUSED[family][0] if family in REFUSED else TEXT[family]
+    model = with_golden_head(text_model(family, options), torch.full((1, 32), 100.0))
     hidden = model.model(torch.arange(5)[None]).last_hidden_state
     values, terms = model(torch.arange(5)[None]).logits, 100 * hidden.double()
     rounding = 1e-6 * terms.abs().sum(-1, keepdim=True)  # of terms that nearly cancel; 3e-8 of their sum was seen
@@ -190,6 +192,39 @@ def test_values_in_bfloat16_are_not_rounded(tiny_dir, processor):
     assert (masked != masked.bfloat16().float()).float().mean() > 0.9
     engine.train_batch(batch, squared_loss)
     assert all(g.isfinite().all() and g.dtype == torch.float32 for g in gradients(engine).values())
+
+
+def test_a_head_on_weights_in_bfloat16_is_in_float32():
+    """Otherwise values are rounded, and updates of the head below half its rounding are lost."""
+    model, exact = with_golden_head(tiny_text().bfloat16()), with_golden_head(tiny_text())
+    tokens = torch.arange(5)[None]
+    with torch.no_grad():
+        hidden = model.model(tokens).last_hidden_state
+        assert hidden.dtype == torch.bfloat16
+        assert torch.equal(model(tokens).logits, hidden.float() @ golden_head(32).T)
+    engine, batch = engine_for(model, lr=1e-5, compute_dtype=torch.bfloat16), text_batch()
+    values = engine.infer_batch(batch)["values"]
+    masked = values[batch.mask]
+    assert (masked != masked.bfloat16().float()).float().mean() > 0.9
+    assert 1e-5 < (values - engine_for(exact).infer_batch(batch)["values"]).abs().max() < 0.1
+    engine.train_batch(batch, squared_loss)
+    change = dict(engine.get_per_tensor_param())["lm_head.weight"] - golden_head(32)
+    assert 0 < change.abs().min() and change.abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_head_is_read_in_float32_beside_weights_in_bfloat16(tmp_path, on_meta):
+    path = str(tmp_path / "critic")
+    with_golden_head(tiny_text()).save_pretrained(path)
+    model = load_value_model(path, dtype=torch.bfloat16, on_meta=on_meta)
+    engine = engine_for(model, compute_dtype=torch.bfloat16)
+    for again in (str(tmp_path / "again"), str(tmp_path / "third")):
+        weights = dict(engine.get_per_tensor_param())
+        # a classifier is read by transformers, which rounds its head
+        torch.testing.assert_close(weights["lm_head.weight"], golden_head(32), atol=0, rtol=0 if on_meta else 2**-8)
+        assert {x.dtype for name, x in weights.items() if name != "lm_head.weight"} == {torch.bfloat16}
+        engine.export_hf(again)
+        engine = engine_for(load_value_model(again, dtype=torch.bfloat16, on_meta=on_meta))
 
 
 def test_a_critic_learns_a_constant_return(tiny_dir, processor):

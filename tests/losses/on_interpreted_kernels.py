@@ -171,6 +171,21 @@ def tied_and_strided():
     return error(run(linear_logprobs, weight), plain)
 
 
+def strided_vectors():
+    """Largest errors with targets and a bias whose numbers lie apart in memory, and with one target for all tokens."""
+    hidden, weight, bias, targets, _, grads = problem()
+    targets_apart, bias_apart = (torch.stack([x, x + 1], 1)[:, 0] for x in (targets, bias))
+    errors = []
+    for chosen in (targets_apart, torch.tensor(5).expand(18)):
+        leaf = bias_apart.detach().requires_grad_()
+        logps, entropy = linear_logprobs(hidden, weight, chosen, bias=leaf)
+        (gradient,) = torch.autograd.grad((logps * grads[0] + entropy * grads[1]).sum(), leaf)
+        exact = [x.double() for x in (hidden, weight, bias)]
+        loops = results_and_gradients(naive.linear_logprobs, exact, chosen, 1.0, grads)
+        errors += [error(logps, loops[0]), error(entropy, loops[1]), error(gradient, loops[-1])]
+    return errors
+
+
 def counts():
     """FLOPs and bytes of a forward and a backward, where all sizes are multiples of a tile."""
     n, v, h = 2 * BLOCK, 5 * BLOCK, 4 * BLOCK
@@ -202,6 +217,7 @@ def main(out):
     }
     found = {"loops": {name: equals_loops(*case) for name, case in cases.items()}}
     found["shards"], found["tied"], found["counts"] = equals_the_whole_in_shards(), tied_and_strided(), counts()
+    found["strided"] = strided_vectors()
     found["ranks"] = {str(x): equals_the_whole_on_two_ranks(x) for x in (torch.float32, torch.bfloat16)}
     hidden, weight, _, targets, _, _ = problem(2, 19, 9)
     several = torch.stack([hidden, hidden + 1])

@@ -77,7 +77,7 @@ def test_a_gpu_adds_products_of_16_bits_to_a_float32_sum_in_one_kernel(dtype):
 
 
 def test_tied_heads_and_strides(found):
-    assert found["tied"] < 5e-6
+    assert found["tied"] < 5e-6 and max(found["strided"]) < 5e-6
 
 
 def test_no_tokens_and_vmap(found):

@@ -18,7 +18,7 @@ from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import token_mean
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.vlm import suppressed_token_ids
-from rlkit.vlm.routers import record_routing, use_router_replay
+from rlkit.vlm.routers import check_expert_ids, record_routing, use_router_replay
 from rlkit.vlm.tiny import tiny_tokenizer
 
 EXPERTS, CHOSEN, LAYERS = 8, 3, 3
@@ -242,6 +242,20 @@ def test_routing_that_does_not_fit_is_named():
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE))
     with pytest.raises(ValueError, match="model: expected a mixture of experts with a top-k router, got llama"):
         engine_of(llama)
+
+
+def test_a_rank_without_rows_has_no_expert_ids():
+    check_expert_ids(torch.zeros(0, 4, 3, 3, dtype=torch.int16), 8)
+
+
+def test_a_forward_does_not_wait_for_expert_ids():
+    """The meta device has no numbers to look at."""
+    with torch.device("meta"):
+        model = make()
+    use_router_replay(model)
+    tokens, other = torch.zeros(1, 2, dtype=torch.long, device="meta"), torch.full((2, 1, 3), 8, device="meta")
+    with pytest.raises(ValueError, match=r"^routed_experts: expected \[2 tokens, 3 layers, 3 experts\]"):
+        model(tokens, routed_experts=other)
 
 
 def test_ranks_that_share_a_row_get_their_part_of_its_routing():

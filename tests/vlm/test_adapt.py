@@ -230,6 +230,15 @@ def test_indexers_of_sparse_attention_get_no_adapters():
         lora(model, 2, 4, r".*\.wk")
 
 
+def test_a_tied_output_layer_gets_no_adapters():
+    """Merged into the one weight, they would change the embedding too, in a sampler and in an export."""
+    tied = test_families.text_model("qwen2", {"tie_word_embeddings": True})
+    with pytest.raises(ValueError, match="^target_modules: expected layers that LoRA can adapt, got lm_head: its weig"):
+        lora(tied, 2, 4, r".*(q_proj|lm_head)")
+    untied = test_families.text_model("qwen2", {"tie_word_embeddings": False})
+    assert any("lm_head" in name for name in trained(lora(untied, 2, 4, r".*(q_proj|lm_head)")))
+
+
 def test_a_model_without_a_tower():
     model = test_families.text_model("qwen2", TEXT["qwen2"])
     assert encoder_modules(model) == [] and trained(lora(model, 2, 4))

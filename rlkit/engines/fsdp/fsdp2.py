@@ -62,7 +62,7 @@ from rlkit.vlm.adapt import adapter_parameters, checkpoint_buffers, checkpoint_p
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import compute_as_published
-from rlkit.vlm.routers import use_router_replay
+from rlkit.vlm.routers import check_expert_ids, use_router_replay
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -253,6 +253,8 @@ class Fsdp2Engine:
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
         if self.model_parallel_group is not None:
             check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
+        if self.router_replay and "routed_experts" in batch.fields:
+            check_expert_ids(batch.routed_experts, self.experts)
         return micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts)
 
     def _forward(
@@ -361,7 +363,7 @@ class Fsdp2Engine:
 
     def _check_plain_head(self) -> None:
         family = self.base.config.model_type
-        if why := head_obstacle(self.base.config):
+        if why := head_obstacle(self.base.config, self._head):
             raise ValueError(f"model: expected logits that are the output layer's, got {family}: {why}")
 
     @_needs_weights
@@ -604,7 +606,7 @@ class Fsdp2Engine:
             raise ValueError(
                 'model: expected a language model, got a value head; use make_engine(..., "value_model", ...)'
             )
-        if self.use_fused_kernels and (why := head_obstacle(self.base.config)):
+        if self.use_fused_kernels and (why := head_obstacle(self.base.config, self._head)):
             raise ValueError(f"use_fused_kernels: expected False for {self.base.config.model_type}, got True: {why}")
 
     def _make_groups(self, fsdp_size: int | None, tensor: int, ulysses_size: int) -> None:
@@ -634,7 +636,7 @@ class Fsdp2Engine:
         if self.device.type == "cuda":
             use_packed_vision_attention(self.base, self.config)
         if self.router_replay:
-            use_router_replay(self.base)
+            self.experts = use_router_replay(self.base)
         self.liger = self.use_fused_kernels and use_liger_kernels(self.base, self.device)
         if gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

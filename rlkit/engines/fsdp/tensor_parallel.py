@@ -32,8 +32,8 @@ def apply_tensor_parallel(base: Any, mesh: DeviceMesh) -> list[nn.Module]:
         The replicated modules, whose gradients differ between ranks: see `all_reduce_gradients`.
 
     Raises:
-        ValueError: a model without a plan or with recurrent layers, an unsupported style in its plan, or heads that the
-            ranks cannot share.
+        ValueError: a model without a plan, with recurrent layers or activation sparsity, an unsupported style in its
+            plan, or heads that the ranks cannot share.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
@@ -41,6 +41,10 @@ def apply_tensor_parallel(base: Any, mesh: DeviceMesh) -> list[nn.Module]:
     if recurrent_layers(base):
         raise ValueError(
             f"tensor: expected 1 for {text.model_type}, whose recurrent layers are not sharded, got {size}"
+        )
+    if any(getattr(text, "activation_sparsity_pattern", None) or ()):
+        raise ValueError(
+            f"tensor: expected 1 for {text.model_type}, whose activation sparsity needs all neurons, got {size}"
         )
     embeddings = base.get_output_embeddings(), base.get_input_embeddings()  # often the same module
     modules = {replace_layer_number_by_wildcard(name): module for name, module in base.named_modules()}

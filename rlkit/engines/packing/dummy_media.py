@@ -32,18 +32,24 @@ def dummy_sample(config: Any, *, image: bool, video: bool = False, audio: bool =
         ValueError: a family for which no dummy image is known.
     """
     if not image and not video and not audio:
-        return prompt_sample([0])
+        return prompt_sample([_text_token(config)])
     if not image and not video:
         return _dummy_audio(config)
     sample = _dummy_images(config, image=image, video=video)
     return append_observation(sample, _dummy_audio(config)) if audio else sample
 
 
+def _text_token(config: Any) -> int:
+    """A token other than padding, whose embedding may be zeros, for which gradients of Gemma 3n are nan."""
+    return int(config.get_text_config().pad_token_id == 0)
+
+
 def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
     if config.model_type in PATCH_ROW_FAMILIES:
         kinds = ["image"] * image + ["video"] * video
         tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
-        text = [0] if config.model_type in VISION_EXPERT_FAMILIES else []  # so that all experts have a gradient
+        has_experts = config.model_type in VISION_EXPERT_FAMILIES
+        text = [_text_token(config)] * has_experts  # so that all experts have a gradient
         return prompt_sample([*text, *(getattr(config, f"{kind}_token_id") for kind in kinds)], vision=tensors)
     if tensors := _smallest_image(config):
         ids = [config.image_token_id] * image * (2 if config.model_type == "mistral3" else 1)

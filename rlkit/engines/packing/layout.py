@@ -168,7 +168,9 @@ class PackedLayout:
         q, k = torch.arange(int(queries.max())), torch.arange(int((prefix + queries).max()))  # within a segment
         is_query, is_key = q < queries, k < prefix + queries
         key_indices = torch.where(k < prefix, prefix_start + k, start + k - prefix)
-        distance = prefix[:, :, None] + q[:, None] - k if prefix.any() else q[:, None] - k
+        distance = q[:, None] - k
+        if prefix.any():  # a padding query gets keys: otherwise attention could be nan, and so could gradients
+            distance = (prefix[:, :, None] + distance).masked_fill(~is_query[:, :, None], 0)
         return AttentionBlock(
             query_indices=torch.where(is_query, start + q, 0).to(self.device),
             key_indices=torch.where(is_key, key_indices, 0).to(self.device),
@@ -184,7 +186,8 @@ class AttentionBlock(NamedTuple):
     Attributes:
         query_indices: [S, Q] index of each query in the row; 0 for padding.
         key_indices: [S, K] index of each key in the row; 0 for padding.
-        distance: [S, Q, K], or [Q, K] if no segment has a prefix: how many tokens a key lies before a query.
+        distance: [S, Q, K], or [Q, K] if no segment has a prefix: how many tokens a key lies before a query. With
+            prefixes it is 0 for a padding query.
         valid_queries: flat indices of the queries, of all S * Q, that are not padding.
         is_key: [S, K], False for padding.
     """

@@ -111,7 +111,8 @@ def slice_decoder_inputs(
     for name, x in inputs.items():
         if name in IMAGE_TOKEN_MASKS and x is not None:
             is_image = inputs[IMAGE_TOKEN_MASKS[name]][0]
-            first, count = is_image[: local.start].sum(), is_image[local].sum()
+            # slicing by numbers on a GPU would make the host wait for each of them
+            first, count = torch.stack([is_image[: local.start].sum(), is_image[local].sum()]).tolist()
             sliced[name] = [features[first : first + count] for features in x]
         elif name == "position_ids" and x is not None:
             sliced[name] = x[..., local]
