@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlkit.plan.fit import GIB, Plan, make_plan, ways_to_fit
@@ -68,7 +69,7 @@ def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
     for way in ways_to_fit(cfg, plan, roles.policy or roles.critic, options.nproc):
         new_roles = roles
         if way.cfg.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
-            new_roles = Roles(roles.policy, roles.critic, None, adapter_reference=True)
+            new_roles = replace(roles, reference=None, adapter_reference=True)
         attempt = make_plan(way.cfg, new_roles, way.world, plan.gpu, options.image_tokens)
         changes = ", ".join(way.changes)
         print(f"  with {changes}: {attempt.peak / GIB:.1f} GiB", flush=True)

@@ -37,6 +37,7 @@ class Roles:
         adapter_reference: the reference is the policy with its LoRA adapters disabled, not a second model.
         whole_vocabulary: the policy's distributions are compared with the reference's over the whole vocabulary, for
             which each rank has a copy of the reference's output layer.
+        rows_together: 2 for a recipe that trains on pairs, whose answers are in one micro-batch; otherwise 1.
     """
 
     policy: Any = None
@@ -44,6 +45,7 @@ class Roles:
     reference: Any = None
     adapter_reference: bool = False
     whole_vocabulary: bool = False
+    rows_together: int = 1
 
 
 @dataclass
@@ -109,7 +111,8 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     ledger.logits_width = config.get_text_config().vocab_size
     engines = _build_engines(cfg, models, ledger)
     first = engines.get("policy") or engines["critic"]
-    workload = longest_batch(cfg, config, first.data_parallel_size, image_tokens)
+    size, rows_together = first.data_parallel_size, roles.rows_together
+    workload = longest_batch(cfg, config, size, image_tokens, rows_together=rows_together)
     batch = largest_micro_batches(workload, config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
     _run_phases(cfg, roles, engines, batch, ledger)
     return Rehearsal(
@@ -120,7 +123,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
         trainable=counts.trainable,
         largest_tensor=counts.largest_tensor,
         workload=workload,
-        data_parallel_size=first.data_parallel_size,
+        data_parallel_size=size,
     )
 
 
