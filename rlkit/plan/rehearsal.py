@@ -114,10 +114,10 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     size, rows_together = first.data_parallel_size, roles.rows_together
     workload = longest_batch(cfg, config, size, image_tokens, rows_together=rows_together)
     batch = largest_micro_batches(workload, config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
-    _run_phases(cfg, roles, engines, batch, ledger)
+    resident = _run_phases(cfg, roles, engines, batch, ledger)
     return Rehearsal(
-        peaks={phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()},
-        resident=ledger.bytes,
+        peaks={phase: _of_later_steps(kinds, resident) for phase, kinds in ledger.peaks.items()},
+        resident=resident,
         host=sum(getattr(engine, "host_bytes", 0) for engine in engines.values()),
         parameters=counts.parameters,
         trainable=counts.trainable,
@@ -146,8 +146,12 @@ def _build_engines(cfg: Any, models: dict[str, Any], ledger: Ledger) -> dict[str
     return engines
 
 
-def _run_phases(cfg: Any, roles: Roles, engines: dict[str, Any], batch: Batch, ledger: Ledger) -> None:
-    """One step: the reference's log-probabilities, training, and weights for the sampler."""
+def _run_phases(cfg: Any, roles: Roles, engines: dict[str, Any], batch: Batch, ledger: Ledger) -> dict[str, int]:
+    """One step: the reference's log-probabilities, training, and weights for the sampler.
+
+    Returns:
+        Bytes by kind that are kept between steps, among them the copy of the teacher's output layer in `functions`.
+    """
     first = engines.get("policy") or engines["critic"]
     functions = {}
     if roles.whole_vocabulary:
@@ -165,6 +169,7 @@ def _run_phases(cfg: Any, roles: Roles, engines: dict[str, Any], batch: Batch, l
             _train(engines[name], batch, ledger, prefix, functions if name == "policy" else {})
     if hasattr(cfg, "rollout"):
         _send_weights(first, cfg, ledger)
+    return ledger.bytes
 
 
 def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:

@@ -135,5 +135,8 @@ def verdict(plan: Plan) -> str:
         phases = ", ".join(f"{name} {sum(plan.phases[name].values()) / GIB:.1f}" for name in plan.too_large)
         return f"does not fit: {phases} GiB {usable_memory}"
     if not plan.sampler.sequences:
-        return "does not fit: the sampler's cache has no room for one sequence; raise --gpu_memory_utilization"
+        return (
+            "does not fit: the sampler's cache has no room for one sequence; raise --gpu_memory_utilization, or split "
+            "the sampler with --rollout_options tensor_parallel_size"
+        )
     return f"fits: {plan.peak / GIB:.1f} GiB {usable_memory}"

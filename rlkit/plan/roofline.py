@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from rlkit.engines.flops import forward_flops
 from rlkit.engines.megatron.supported import ParallelDims
-from rlkit.plan.cache import HALF, cache_bytes
+from rlkit.plan.cache import HALF
 from rlkit.plan.hardware import HOST_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND, Gpu
 from rlkit.plan.megatron import activation_link_bytes, link_bytes
 from rlkit.plan.rehearsal import Rehearsal
-from rlkit.plan.sampler import SamplerMemory
+from rlkit.plan.sampler import SamplerMemory, sequence_bytes
 from rlkit.plan.workload import Workload
 from rlkit.runs.options import sends_adapters
 
@@ -93,7 +93,7 @@ def costs(
         phases["values"] = _scoring_cost(cfg, config, rehearsal, step)
     phases["train"] = _training_cost(cfg, config, rehearsal, step, world, models)
     if samples:
-        phases["weight sync"] = _sync_cost(cfg, rehearsal, step)
+        phases["weight sync"] = _sync_cost(cfg, rehearsal, sampler, step)
     return phases
 
 
@@ -151,21 +151,25 @@ def _scoring_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize) 
     return Cost(step.forward, step.micro_batches * step.weights, link)
 
 
-def _sync_cost(cfg: Any, rehearsal: Rehearsal, step: _StepSize) -> Cost:
+def _sync_cost(cfg: Any, rehearsal: Rehearsal, sampler: SamplerMemory, step: _StepSize) -> Cost:
     """Gathering of the policy's weights, or of its adapters alone, for the sampler."""
     adapters = sends_adapters(cfg)
     gathered = HALF * (rehearsal.trainable if adapters else rehearsal.parameters)
-    put_away = 2 * step.weights if adapters and cfg.rollout == "vllm" else 0  # vLLM's base model, as the trainer works
+    put_away = (
+        2 * sampler.weights if adapters and cfg.rollout == "vllm" else 0
+    )  # vLLM's base model, as the trainer works
     return Cost(memory=2 * gathered, link=step.others * gathered, host=put_away)
 
 
 def _generation_cost(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemory, weights: int) -> Cost:
     """Prefill of each prompt once, then one read of the weights and of the KV cache for each token of an answer.
 
-    For servers it assumes one sampling GPU per rank, of the same kind.
+    The GPUs of a vLLM engine share its work equally; what they send each other is not counted. For servers it assumes
+    one sampling GPU per rank, of the same kind.
     """
-    sequences = max(1, min(workload.rows, sampler.sequences))
-    rounds = -(-workload.rows // sequences)
+    gpus, sequences = sampler.tensor_parallel, max(1, min(sampler.rows, sampler.sequences))
+    rounds = -(-sampler.rows // sequences)
     tokens = min(workload.answer, getattr(cfg, "max_turns", 1) * cfg.max_new_tokens)  # a tool may write the others
-    mean_cache = sequences * cache_bytes(config, workload.prompt + workload.answer // 2)
-    return Cost(flops=rank_flops(config, workload), memory=rounds * tokens * (weights + mean_cache))
+    mean_cache = sequences * sequence_bytes(config, workload.prompt + workload.answer // 2, gpus)
+    flops = rank_flops(config, workload) * sampler.rows / workload.rows / gpus
+    return Cost(flops=flops, memory=rounds * tokens * ((sampler.weights or weights) + mean_cache))

@@ -93,7 +93,7 @@ def test_adapters_alone_take_little_of_a_weight_sync(found):
     )
     workload = longest_batch(cfg, large_vocabulary(), 2, None)
     rehearsal = Rehearsal({}, {}, 0, 1000, 30, 500, workload, 2)
-    sampler = SamplerMemory(2 * 1000, 1 << 20, 8)
+    sampler = SamplerMemory(2 * 1000, 1 << 20, 8, 8)
 
     def sync(cfg):
         return costs(cfg, large_vocabulary(), rehearsal, sampler, 2, has_reference=False, models=1)["weight sync"]
@@ -273,7 +273,12 @@ def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():
         model="GPUs", rollout="vllm", gpu_memory_utilization=0.9, micro_batch_tokens=2_000_000
     )
     workload = SimpleNamespace(prompt=1_000_000, answer=234_567)
-    plan = SimpleNamespace(sampler=SimpleNamespace(utilization=0.57), rehearsal=SimpleNamespace(workload=workload))
+    plan = SimpleNamespace(
+        sampler=SamplerMemory(0, 0, 8, 8, utilization=0.57),
+        rehearsal=SimpleNamespace(workload=workload, resident={}),
+        phases={"weight sync": {}},
+        gpu=gpu_named("h200-141gb"),
+    )
     shared = ["--gpu_memory_utilization 0.57", "--use_fused_kernels", "--enable_gradient_checkpointing"]
     shared += ["--micro_batch_tokens 1234567", "--offload_between_phases"]
     ways = list(ways_to_fit(cfg, plan, large_vocabulary(), 3))

@@ -97,7 +97,7 @@ def test_passes_that_score_a_batch_take_time():
     def phases(recipe, models=1, **options):
         cfg = load_recipe(f"recipes/{recipe}.py").Config(max_prompt_tokens=64, max_new_tokens=64, **options)
         rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, longest_batch(cfg, LLAMA, 1, None), 1)
-        return costs(cfg, LLAMA, rehearsal, SamplerMemory(0, 0, 8), 1, has_reference=True, models=models)
+        return costs(cfg, LLAMA, rehearsal, SamplerMemory(0, 0, 8, 8), 1, has_reference=True, models=models)
 
     ppo = phases("ppo", models=2)
     assert list(ppo) == ["generate", "old logprobs", "reference", "values", "train", "weight sync"]
@@ -113,7 +113,7 @@ def test_tokens_of_tools_are_not_generated():
         module.Config(max_prompt_tokens=64, max_response_tokens=4096, max_new_tokens=n, max_turns=2) for n in (32, 64)
     )
     rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, longest_batch(long, LLAMA, 1, None), 1)
-    sampler = SamplerMemory(0, 0, 8)
+    sampler = SamplerMemory(0, 0, 8, 8)
     memory = [
         costs(cfg, LLAMA, rehearsal, sampler, 1, has_reference=False, models=1)["generate"].memory
         for cfg in (long, short)
