@@ -6,6 +6,7 @@ python -m rlkit.plan RECIPE --nproc N --gpu NAME [options]
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,8 @@ from rlkit.plan.fit import GIB, Plan, make_plan, ways_to_fit
 from rlkit.plan.hardware import USABLE, gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
-from rlkit.plan.report import describe
+from rlkit.plan.report import describe, summary
+from rlkit.plan.workload import with_limited_rows
 from rlkit.runs.options import check_sync_adapters
 from rlkit.runs.start import one_sentence_errors
 
@@ -32,6 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--image_tokens", type=int, help="tokens of images or videos in a prompt; default: an image that fills it"
     )
+    parser.add_argument(
+        "--gpu_memory", type=float, help="GiB of a GPU; default: that of --gpu, which may be unknown then"
+    )
+    parser.add_argument(
+        "--fill_micro_batch",
+        action="store_true",
+        help="where no option limits the length of rows, assume rows that fill a micro-batch, not the model's context",
+    )
+    parser.add_argument("--json", action="store_true", help="print the memory of each phase as one line of JSON")
     parser.add_argument("--no_advice", action="store_true", help="do not search for options that make the run fit")
     options, rest = parser.parse_known_args(arguments)
     with one_sentence_errors("plan"):
@@ -44,7 +55,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     Raises:
         ValueError: an option is unknown, or two options contradict each other.
     """
-    gpu = gpu_named(options.gpu)
+    gpu = gpu_named(options.gpu, options.gpu_memory)
     if options.nproc < 1:
         raise ValueError(f"nproc: expected at least 1 GPU, got {options.nproc}")
     module = load_recipe(options.recipe)
@@ -57,7 +68,12 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
         raise ValueError(f"parallel: expected no tensor parallelism in a plan, got tensor {cfg.parallel['tensor']}")
     check_sync_adapters(cfg)
     roles = recipe_roles(module, cfg)
+    if options.fill_micro_batch:
+        cfg = with_limited_rows(cfg, roles.policy or roles.critic)
     plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens)
+    if options.json:
+        print(json.dumps(summary(plan)))
+        return plan.fits
     print(describe(cfg, roles, plan, options.nproc, options.gpus_per_node))
     if not plan.fits and not options.no_advice:
         print(advice(cfg, roles, plan, options))
@@ -66,6 +82,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
 
 def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
     """Try options that need less memory until the run fits. Returns one sentence that names them."""
+    least = plan.peak
     for way in ways_to_fit(cfg, plan, roles.policy or roles.critic, options.nproc):
         new_roles = roles
         if way.cfg.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
@@ -75,8 +92,12 @@ def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
         print(f"  with {changes}: {attempt.peak / GIB:.1f} GiB", flush=True)
         if attempt.fits:
             return f"fits with {changes}"
+        least = min(least, attempt.peak)
     limit = USABLE * plan.gpu.memory / GIB
-    return f"does not fit in {limit:.1f} GiB a GPU with any of these options"
+    return (
+        f"does not fit with any of these options: the least is {least / GIB:.1f} GiB, of {limit:.1f} GiB that can be "
+        "used of a GPU"
+    )
 
 
 if __name__ == "__main__":

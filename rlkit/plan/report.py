@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from typing import Any
 
@@ -40,8 +41,7 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         f"{config.model_type}: {rehearsal.parameters / 1e9:.2f}B parameters, {rehearsal.trainable / 1e9:.3f}B trained, "
         f"on {world} x {gpu.name}; planned without a GPU, with torch {torch.__version__}, transformers "
         f"{transformers.__version__}, Python {platform.python_version()}",
-        f"each rank: {workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
-        f"{workload.group_size} answers of {workload.answer} tokens to each",
+        f"each rank: {rows(workload)}",
         *(f"not planned: {part}" for part in not_planned(cfg, config, workload)),
         "",
         "GiB a rank, at the peak of each phase"
@@ -56,6 +56,24 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         verdict(plan),
     ]
     return "\n".join(lines)
+
+
+def rows(workload: Workload) -> str:
+    """The rows of a rank, in words."""
+    return (
+        f"{workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
+        f"{workload.group_size} answers of {workload.answer} tokens to each"
+    )
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """What `--json` prints: `fits`, the `verdict` and the `rows` of a rank in words, and bytes by phase and kind."""
+    return {
+        "fits": plan.fits,
+        "verdict": verdict(plan),
+        "rows": rows(plan.rehearsal.workload),
+        "phases": plan.phases,
+    }
 
 
 def not_planned(cfg: Any, config: Any, workload: Workload) -> list[str]:
@@ -106,6 +124,8 @@ def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: in
     config = roles.policy or roles.critic
     if why := flops_obstacle(config):
         return f"no floor of seconds, since the FLOPs of {config.model_type} are not known: {why}"
+    if math.isnan(plan.gpu.flops):
+        return f"no floor of seconds, since the rates of a {plan.gpu.name} are not known"
     has_reference = roles.reference is not None or roles.adapter_reference
     models = (roles.policy is not None) + (roles.critic is not None)
     phases = costs(cfg, config, plan.rehearsal, plan.sampler, world, has_reference=has_reference, models=models)

@@ -56,7 +56,7 @@ def sampler_memory(cfg: Any, config: Any, rehearsal: Rehearsal, world: int, gpu:
         sequences = max(1, min(workload.rows, 512, free // row))
         return SamplerMemory(weights, sequences * row, sequences, workload.rows)
     if cfg.rollout == "vllm":
-        options = {name: option_value(text) for name, text in cfg.rollout_options.items()}
+        options: dict[str, Any] = {name: option_value(text) for name, text in cfg.rollout_options.items()}
         gpus = options.get("tensor_parallel_size", 1)
         if gpus < 1 or world % gpus:
             raise ValueError(f"tensor_parallel_size: expected a divisor of {world} ranks, got {gpus}")
@@ -131,4 +131,4 @@ def sequence_bytes(config: Any, tokens: int, gpus: int) -> int:
 
 def default_sequences(gpu: Gpu) -> int:
     """vLLM 0.32's default of `max_num_seqs`."""
-    return 1024 if gpu.memory >= 70 * 2**30 and not gpu.name.startswith("a100") else 256
+    return 1024 if gpu.memory >= 70 * 2**30 and "a100" not in gpu.name.lower() else 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,21 @@ def longest_batch(
     even = image_tokens // 2 * 2  # the image is two tokens high
     prompts = -(-cfg.prompts_per_step // data_parallel_size)
     return Workload(length, answer, even, prompts, getattr(cfg, "group_size", rows_together), rows_together)
+
+
+def with_limited_rows(cfg: Any, config: Any) -> Any:
+    """The options, with rows that fill a micro-batch where rows may otherwise fill the model's context.
+
+    Many shorter rows fill a micro-batch too. A run of real rows thus takes about as much memory.
+    """
+    tokens = min(config.get_text_config().max_position_embeddings, cfg.micro_batch_tokens)
+    if getattr(cfg, "max_turns", 1) > 1 and not cfg.max_response_tokens:
+        cfg = replace(cfg, max_response_tokens=max(1, tokens - (cfg.max_prompt_tokens or tokens // 2)))
+    if hasattr(cfg, "max_prompt_tokens") and not cfg.max_prompt_tokens:
+        cfg = replace(cfg, max_prompt_tokens=max(1, tokens - longest_answer(cfg)))
+    if hasattr(cfg, "max_tokens") and not cfg.max_tokens:
+        cfg = replace(cfg, max_tokens=tokens)
+    return cfg
 
 
 def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share_prompts: bool) -> Batch:
