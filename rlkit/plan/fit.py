@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from rlkit.plan import megatron
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
-from rlkit.plan.sampler import SamplerMemory, sampler_memory, sequence_bytes
+from rlkit.plan.sampler import SamplerMemory, Servers, sampler_memory, sequence_bytes
 from rlkit.vlm.families import head_obstacle
 
 GIB = 2**30
+SERVERS = "servers"
 GPUS_OF_A_MACHINE = 8  # over which a sampler is split at most
 
 
@@ -21,7 +22,7 @@ class Plan:
     """The memory that a run takes on each GPU.
 
     Attributes:
-        phases: bytes by phase and kind of tensor.
+        phases: bytes by phase and kind of tensor; "servers" are those of a GPU that only samples.
         gpu: the GPU that the plan is for.
     """
 
@@ -32,8 +33,8 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the phase that needs the most memory."""
-        return max(sum(kinds.values()) for kinds in self.phases.values())
+        """Bytes of the phase that needs the most memory of a GPU that trains."""
+        return max(sum(kinds.values()) for name, kinds in self.phases.items() if name != SERVERS)
 
     @property
     def too_large(self) -> list[str]:
@@ -46,7 +47,9 @@ class Plan:
         return not self.too_large and self.sampler.sequences > 0
 
 
-def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | None) -> Plan:
+def make_plan(
+    cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | None, servers: Servers | None = None
+) -> Plan:
     """Rehearse a step, or estimate it for Megatron, and add estimates for model loading and for the sampler.
 
     Raises:
@@ -59,11 +62,14 @@ def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | 
     sampler = SamplerMemory(0, 0, rows, rows)
     phases = {"load": loading(cfg, rehearsal, world), **rehearsal.peaks}
     if roles.policy is not None and cfg.max_new_tokens:
-        sampler = sampler_memory(cfg, config, rehearsal, world, gpu)
+        sampler = sampler_memory(cfg, config, rehearsal, world, gpu, servers)
         taken = {"sampler's weights": sampler.weights, "sampler's cache": sampler.cache}
         if cfg.rollout == "vllm":
             phases["weight sync"] = {**phases["weight sync"], "sampler's weights": sampler.weights}
-        phases["generate"] = {**resident, **{kind: size for kind, size in taken.items() if size}}
+        taken = {kind: size for kind, size in taken.items() if size}
+        phases["generate"] = resident if sampler.servers else {**resident, **taken}
+        if sampler.servers:
+            phases[SERVERS] = taken
     return Plan(rehearsal, sampler, phases, gpu)
 
 

@@ -164,8 +164,8 @@ def _sync_cost(cfg: Any, rehearsal: Rehearsal, sampler: SamplerMemory, step: _St
 def _generation_cost(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemory, weights: int) -> Cost:
     """Prefill of each prompt once, then one read of the weights and of the KV cache for each token of an answer.
 
-    The GPUs of a vLLM engine share its work equally; what they send each other is not counted. For servers it assumes
-    one sampling GPU per rank, of the same kind.
+    The GPUs of a vLLM engine share its work equally; what they send each other is not counted. For servers whose number
+    is not given it assumes one sampling GPU per rank, of the same kind, with room for all answers.
     """
     gpus, sequences = sampler.tensor_parallel, max(1, min(sampler.rows, sampler.sequences))
     rounds = -(-sampler.rows // sequences)

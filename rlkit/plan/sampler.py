@@ -1,10 +1,10 @@
-"""Estimates the memory that sampling takes on a trainer's GPU: the sampler's weights and its KV cache."""
+"""Estimates the memory that sampling takes, on trainers' GPUs or on servers: the sampler's weights and its KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from rlkit.plan.cache import HALF, cache_bytes
 from rlkit.plan.hardware import USABLE, Gpu
@@ -14,17 +14,32 @@ from rlkit.rollout.hf import cache_bytes_per_token
 from rlkit.runs.models import DEFAULT_UTILIZATION
 from rlkit.runs.options import option_value
 
+SERVER_SHARE = 0.92  # of a GPU's memory; vLLM 0.32's default of gpu_memory_utilization
+
+
+class Servers(NamedTuple):
+    """Sampling servers on GPUs of their own.
+
+    Attributes:
+        gpus: number of GPUs of all servers.
+        tensor_parallel: number of GPUs of each server.
+    """
+
+    gpus: int
+    tensor_parallel: int = 1
+
 
 @dataclass(frozen=True)
 class SamplerMemory:
-    """Memory of sampling on each trainer's GPU.
+    """Memory of sampling on each trainer's GPU, or on each GPU of the servers.
 
     Attributes:
         weights, cache: bytes.
         sequences: how many an engine decodes at once, at most.
         rows: answers that an engine generates in a step.
         tensor_parallel: number of GPUs of an engine.
-        utilization: largest `gpu_memory_utilization` that the trainer leaves room for; None unless vLLM samples.
+        utilization: largest `gpu_memory_utilization` that the trainer beside vLLM leaves room for; otherwise None.
+        servers: whose memory this is; None if it is that of a trainer's GPU.
     """
 
     weights: int
@@ -33,10 +48,13 @@ class SamplerMemory:
     rows: int
     tensor_parallel: int = 1
     utilization: float | None = None
+    servers: Servers | None = None
 
 
-def sampler_memory(cfg: Any, config: Any, rehearsal: Rehearsal, world: int, gpu: Gpu) -> SamplerMemory:
-    """Memory of the sampling back end on a GPU that it shares with the trainer.
+def sampler_memory(
+    cfg: Any, config: Any, rehearsal: Rehearsal, world: int, gpu: Gpu, servers: Servers | None = None
+) -> SamplerMemory:
+    """Memory of the sampling back end on a GPU that it shares with the trainer, or of servers, if they are known.
 
     Args:
         cfg: options of the recipe.
@@ -44,6 +62,7 @@ def sampler_memory(cfg: Any, config: Any, rehearsal: Rehearsal, world: int, gpu:
         rehearsal: the training step.
         world: number of ranks.
         gpu: the GPU.
+        servers: those that sample, on GPUs of the same kind.
 
     Raises:
         ValueError: vLLM would refuse an option.
@@ -64,7 +83,26 @@ def sampler_memory(cfg: Any, config: Any, rehearsal: Rehearsal, world: int, gpu:
         most = int(100 * (USABLE * gpu.memory - resident) / gpu.memory) / 100
         share = options.get("gpu_memory_utilization") or cfg.gpu_memory_utilization or most
         return vllm_memory(options, config, workload, rehearsal.parameters, rows, gpu, share, utilization=most)
+    if servers is not None:
+        return server_memory(servers, config, rehearsal, gpu)
     return SamplerMemory(0, 0, workload.rows, workload.rows)
+
+
+def server_memory(servers: Servers, config: Any, rehearsal: Rehearsal, gpu: Gpu) -> SamplerMemory:
+    """Memory of each GPU of vLLM servers, which share all answers of a step equally.
+
+    Raises:
+        ValueError: the GPUs cannot be split like this.
+    """
+    if not 1 <= servers.tensor_parallel <= servers.gpus or servers.gpus % servers.tensor_parallel:
+        raise ValueError(
+            f"server_tensor_parallel: expected a divisor of the {servers.gpus} GPUs of the servers, got "
+            f"{servers.tensor_parallel}"
+        )
+    workload, options = rehearsal.workload, {"tensor_parallel_size": servers.tensor_parallel}
+    rows = -(-workload.rows * rehearsal.data_parallel_size * servers.tensor_parallel // servers.gpus)
+    memory = vllm_memory(options, config, workload, rehearsal.parameters, rows, gpu, SERVER_SHARE)
+    return replace(memory, servers=servers)
 
 
 def vllm_memory(

@@ -143,11 +143,12 @@ def test_towers_that_are_not_counted_are_named(family, towers):
     config = AutoConfig.for_model(family, **({"audio_config": {}} if family == "gemma4" else {}))
     workload = Workload(prompt=100, answer=5, image_tokens=36, prompts=3, group_size=2)
     expected = [f"activations and FLOPs of {' and '.join(towers)}"] if towers else []
-    assert not_planned(SimpleNamespace(), config, workload) == expected
+    here = SamplerMemory(0, 0, 6, 6)
+    assert not_planned(SimpleNamespace(), config, workload, here) == expected
     servers = SimpleNamespace(teacher_servers=["http://host:8000"])
-    assert not_planned(servers, config, workload) == ["the GPUs of the teacher's servers", *expected]
+    assert not_planned(servers, config, workload, here) == ["the GPUs of the teacher's servers", *expected]
     without_images = replace(workload, image_tokens=0)
-    assert not_planned(SimpleNamespace(), AutoConfig.for_model("internvl"), without_images) == []
+    assert not_planned(SimpleNamespace(), AutoConfig.for_model("internvl"), without_images, here) == []
 
 
 def test_what_experts_send():

@@ -11,12 +11,20 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from published_configs import qwen_vl  # noqa: E402
 
+from rlkit.plan.__main__ import server_advice  # noqa: E402
 from rlkit.plan.fit import GIB, Plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import gpu_named  # noqa: E402
 from rlkit.plan.recipes import load_recipe  # noqa: E402
-from rlkit.plan.rehearsal import Rehearsal  # noqa: E402
+from rlkit.plan.rehearsal import Rehearsal, Roles  # noqa: E402
+from rlkit.plan.report import not_planned, servers, time_table, verdict  # noqa: E402
 from rlkit.plan.roofline import costs  # noqa: E402
-from rlkit.plan.sampler import sampler_memory, sequence_bytes  # noqa: E402
+from rlkit.plan.sampler import (  # noqa: E402
+    SamplerMemory,
+    Servers,
+    sampler_memory,
+    sequence_bytes,
+    server_memory,
+)
 from rlkit.plan.workload import Workload  # noqa: E402
 
 PARAMETERS, H100 = 33_721_153_792, gpu_named("h100-80gb")
@@ -125,5 +133,67 @@ def test_a_split_sampler_reads_its_part_of_the_weights(config):
 
 
 def test_servers_take_nothing_of_the_trainers_gpus(config):
-    cfg = SimpleNamespace(rollout="vllm_server")
-    assert sampler_memory(cfg, config, rehearsal(), 8, H100).weights == 0
+    cfg = SimpleNamespace(rollout="vllm_server", max_new_tokens=2048)
+    memory = sampler_memory(cfg, config, rehearsal(), 8, H100)
+    assert memory.weights == 0
+    sentence = "the GPUs of the sampling servers (--server_gpus); for the seconds, one for each rank"
+    assert not_planned(cfg, config, WORKLOAD, memory) == [sentence]
+    planned = sampler_memory(cfg, config, rehearsal(), 8, H100, Servers(8, 4))
+    assert not_planned(cfg, config, WORKLOAD, planned) == []
+    assert not_planned(SimpleNamespace(rollout="vllm_server", max_new_tokens=0), config, WORKLOAD, memory) == []
+
+
+def test_servers_share_the_answers_of_all_ranks(config):
+    alone, fours = (server_memory(Servers(8, gpus), config, rehearsal(), H100) for gpus in (1, 4))
+    assert (alone.rows, fours.rows) == (128, 512)
+    assert fours.weights == pytest.approx(alone.weights / 4, abs=1) and fours.cache > 5 * alone.cache
+    assert servers(fours) == (
+        f"servers: 2 on 4 GPUs each; each generates 512 answers in a step, {fours.sequences} of them at once"
+    )
+    assert fours.sequences == fours.cache // sequence_bytes(config, 4096, 4)
+    cfg = options()
+    slow, fast = (
+        costs(cfg, config, rehearsal(), memory, 8, has_reference=False, models=1)["generate"].memory
+        for memory in (alone, SamplerMemory(0, 0, 128, 128))
+    )
+    assert slow > 5 * fast  # with room for all answers at once
+
+
+@pytest.mark.parametrize("gpus", [0, 3, 16])
+def test_servers_are_on_equally_many_gpus(config, gpus):
+    with pytest.raises(ValueError, match=f"^server_tensor_parallel: expected a divisor of the 8 GPUs .*, got {gpus}$"):
+        server_memory(Servers(8, gpus), config, rehearsal(), H100)
+
+
+def plan_on_servers(config, gpu, count):
+    memory = server_memory(count, config, rehearsal(), gpu)
+    phases = {"train": {"parameters": GIB}, "servers": {"sampler's weights": memory.weights, "cache": memory.cache}}
+    return Plan(rehearsal(), memory, phases, gpu)
+
+
+def test_servers_that_do_not_fit_are_refused_with_the_way_to_fit(config):
+    a100 = gpu_named("a100-40gb")
+    alone, halves = (plan_on_servers(config, a100, Servers(8, gpus)) for gpus in (1, 2))
+    assert not alone.fits and verdict(alone).startswith("does not fit: servers 62.8 GiB of the 36.6 GiB")
+    assert server_advice(Servers(8, 1), config, alone) == "servers fit with --server_tensor_parallel 2"
+    assert halves.fits and halves.peak == GIB  # of a GPU that trains
+    assert server_advice(Servers(1, 1), config, alone) == "servers do not fit on 1 GPUs"
+    tight = plan_on_servers(config, gpu_named("h100-80gb", 68.5), Servers(8, 1))
+    assert verdict(tight).endswith("no room for one sequence; raise --server_tensor_parallel") and not tight.fits
+
+
+def test_generation_and_training_overlap_if_answers_are_sampled_ahead(config):
+    """A step then takes the longer of both."""
+    seconds, module = {}, load_recipe("recipes/grpo_async.py")
+    for staleness in (0, 1):
+        cfg = module.Config(max_prompt_tokens=2048, max_new_tokens=2048, max_staleness=staleness)
+        memory = server_memory(Servers(8, 4), config, rehearsal(), H100)
+        table = time_table(cfg, Roles(policy=config), Plan(rehearsal(), memory, {}, H100), 8, 8)
+        rows = {row[1]: row for row in (line.split("|") for line in table.splitlines()) if len(row) > 5}
+        rows = {name.strip(): row for name, row in rows.items()}
+        phases = {name: float(rows[name][5]) for name in ("generate", "train", "weight sync")}
+        seconds[staleness] = float(rows["step"][5])
+    rest = phases["train"] + phases["weight sync"]
+    assert seconds[0] == pytest.approx(phases["generate"] + rest, abs=0.2)
+    assert seconds[1] == pytest.approx(max(phases["generate"], rest), abs=0.2)
+    assert rows["step"][6] == " the longer of generate and the rest "
