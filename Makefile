@@ -9,7 +9,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults families pretrained browser gpu optional quick lint learn bench peers skyrl bench-peers conformance docs site audit sbom clean
+.PHONY: setup setup-all demo demo-text test faults families pretrained browser gpu optional quick lint learn bench peers skyrl bench-peers conformance docs plans site audit sbom clean
 
 setup: $(VENV)/.installed
 
@@ -176,6 +176,11 @@ docs: setup-all
 	$(BIN)/python docs/make_families.py
 	$(BIN)/python docs/make_reliability.py
 	$(BIN)/python docs/make_dependencies.py
+
+# the plans of docs/scaling.md again, which takes a quarter of an hour; fails if one of them has changed
+plans:
+	$(BIN)/python docs/make_scaling.py
+	git diff --exit-code docs/plans docs/scaling.md
 
 # the documentation site, in build/site; a broken link fails. It needs the extra `docs` and not rlkit itself
 site: .venv-docs/.installed

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from published_configs import write  # noqa: E402
 
 SHORT = "--max_prompt_tokens 2048 --max_new_tokens 2048 --use_fused_kernels"
-SERVERS = "--rollout vllm_server --servers http://sampler:8000"
+SERVERS = "--rollout vllm_server --servers http://sampler:8000 --server_gpus 8"
 STORIES = {  # name: what it is, GPUs, kind of GPU, recipe, model, options
     "3b": ("A 3B, all weights", 1, "h200-141gb", "grpo_vlm", "qwen2.5-vl-3b",
            f"{SHORT} --rollout vllm --gpu_memory_utilization 0.3"),
@@ -22,29 +22,37 @@ STORIES = {  # name: what it is, GPUs, kind of GPU, recipe, model, options
                 f"{SHORT} --rollout vllm --gpu_memory_utilization 0.6 --lora_rank 32 --sync_adapters"),
     "7b": ("A 7B on one machine", 8, "h100-80gb", "grpo_vlm", "qwen2.5-vl-7b",
            f"{SHORT} --rollout vllm --gpu_memory_utilization 0.5"),
+    "32b": ("A 32B on one machine, all weights", 8, "h100-80gb", "grpo_vlm", "qwen2.5-vl-32b",
+            f"{SHORT} --offload_between_phases --rollout vllm --rollout_options tensor_parallel_size 8"),
     "32b_async": ("A 32B on 32 GPUs, sampled by servers on 8 others", 32, "h100-80gb", "grpo_async", "qwen2.5-vl-32b",
-                  "--max_prompt_tokens 2048 --max_new_tokens 8192 --use_fused_kernels"),
+                  "--max_prompt_tokens 2048 --max_new_tokens 8192 --use_fused_kernels "
+                  "--server_gpus 8 --server_tensor_parallel 4"),
     "32b_lora": ("A 32B on one machine, LoRA on a bfloat16 base", 8, "h100-80gb", "grpo_vlm", "qwen2.5-vl-32b",
-                 f"{SHORT} --lora_rank 32 --dtype bfloat16 --sync_adapters {SERVERS}"),
+                 f"{SHORT} --lora_rank 32 --dtype bfloat16 --sync_adapters --rollout vllm "
+                 "--rollout_options tensor_parallel_size 8"),
     "32b_nf4": ("A 32B on one GPU, LoRA on a 4-bit base", 1, "h100-80gb", "grpo_vlm", "qwen2.5-vl-32b",
-                f"{SHORT} --lora_rank 32 --dtype bfloat16 --quantize_base {SERVERS}"),
-    "30b_a3b": ("A mixture of experts on 16 GPUs", 16, "h100-80gb", "grpo_vlm", "qwen3-30b-a3b", f"{SHORT} {SERVERS}"),
+                f"{SHORT} --lora_rank 32 --dtype bfloat16 --quantize_base {SERVERS} --server_tensor_parallel 2"),
+    "30b_a3b": ("A mixture of experts on 16 GPUs, sampled by servers on 8 others", 16, "h100-80gb", "grpo_vlm",
+                "qwen3-30b-a3b", f"{SHORT} {SERVERS} --server_tensor_parallel 2"),
     "7b_ppo": ("PPO of a 7B with a critic of its size", 8, "h100-80gb", "ppo", "qwen2.5-vl-7b",
                f"{SHORT} --rollout vllm --gpu_memory_utilization 0.4"),
 }  # fmt: skip
 BEGIN, END = "<!-- made by docs/make_scaling.py -->", "<!-- end -->"
 
 
-def plan(name: str, models: Path) -> None:
-    """Write what the command prints to docs/plans/NAME.txt."""
+def plan(name: str, models: Path) -> str:
+    """What the command prints, without the lines of engines.
+
+    Args:
+        models: folder of the published configurations.
+    """
     _, gpus, kind, recipe, model, options = STORIES[name]
     arguments = f"recipes/{recipe}.py --nproc {gpus} --gpu {kind} --no_advice --model"
     command = [sys.executable, "-m", "rlkit.plan", *arguments.split(), str(models / model), *options.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode not in (0, 1) or not done.stdout:
         raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-    shown = "\n".join(line for line in done.stdout.splitlines() if " parameters train (" not in line)
-    (ROOT / "docs" / "plans" / f"{name}.txt").write_text(shown + "\n")
+    return "".join(f"{line}\n" for line in done.stdout.splitlines() if " parameters train (" not in line)
 
 
 def page() -> str:
@@ -68,7 +76,7 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as models:
         write(Path(models))
         for name in names:
-            plan(name, Path(models))
+            (ROOT / "docs" / "plans" / f"{name}.txt").write_text(plan(name, Path(models)))
             print(name, flush=True)
     path = ROOT / "docs" / "scaling.md"
     before, _, rest = path.read_text().partition(BEGIN)

@@ -17,6 +17,7 @@ from rlkit.tracking import (
     read_metrics,
 )
 from rlkit.tracking.status import progress_bar, show_phase
+from rlkit.tracking.throughput import highest_of_all_ranks
 
 # --- Run
 
@@ -130,6 +131,19 @@ def test_peak_memory_of_each_phase(tmp_path, monkeypatch):
     run.phase("train")
     run.log(2, {})
     assert read_metrics(tmp_path / "metrics.jsonl")[2]["memory/train"] == 1.5
+
+
+def test_peak_memory_is_the_highest_of_all_ranks(monkeypatch):
+    def all_gather_object(of_ranks, values):
+        of_ranks[:] = [values, {"memory/train": 5.0, "memory/generate": 1.0}]
+
+    own = {"memory/train": 3.0, "memory/generate": 2.0, "memory/checkpoint": 1.0}
+    assert highest_of_all_ranks(own) == own  # without a GPU
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_gather_object", all_gather_object)
+    assert highest_of_all_ranks(own) == {**own, "memory/train": 5.0}
 
 
 def test_rates():

@@ -6,15 +6,19 @@ python -m rlkit.plan RECIPE --nproc N --gpu NAME [options]
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from rlkit.plan.fit import GIB, Plan, make_plan, ways_to_fit
+from rlkit.plan.fit import GIB, SERVERS, Plan, make_plan, ways_to_fit
 from rlkit.plan.hardware import USABLE, gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
-from rlkit.plan.report import describe
+from rlkit.plan.report import describe, samples_on_servers, summary
+from rlkit.plan.sampler import Servers, server_memory
+from rlkit.plan.workload import with_limited_rows
 from rlkit.runs.options import check_quantize_base, check_sync_adapters
 from rlkit.runs.start import one_sentence_errors
 
@@ -31,6 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--image_tokens", type=int, help="tokens of images or videos in a prompt; default: an image that fills it"
     )
+    parser.add_argument(
+        "--server_gpus", type=int, default=0, help="GPUs of the servers that sample; default: not planned"
+    )
+    parser.add_argument("--server_tensor_parallel", type=int, default=1, help="GPUs of each server; default: 1")
+    parser.add_argument(
+        "--gpu_memory", type=float, help="GiB of a GPU; default: that of --gpu, which may be unknown then"
+    )
+    parser.add_argument(
+        "--fill_micro_batch",
+        action="store_true",
+        help="where no option limits the length of rows, assume rows that fill a micro-batch, not the model's context",
+    )
+    parser.add_argument("--json", action="store_true", help="print the memory of each phase as one line of JSON")
     parser.add_argument("--no_advice", action="store_true", help="do not search for options that make the run fit")
     options, rest = parser.parse_known_args(arguments)
     with one_sentence_errors("plan"):
@@ -43,40 +60,75 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     Raises:
         ValueError: an option is unknown, or two options contradict each other.
     """
-    gpu = gpu_named(options.gpu)
+    gpu = gpu_named(options.gpu, options.gpu_memory)
     if options.nproc < 1:
         raise ValueError(f"nproc: expected at least 1 GPU, got {options.nproc}")
     module = load_recipe(options.recipe)
     cfg = recipe_options(module, arguments)
-    if cfg.engine not in ("fsdp2", "megatron"):
-        raise ValueError(f"engine: expected fsdp2 or megatron in a plan, got {cfg.engine}")
-    if not cfg.use_remove_padding:
-        raise ValueError("use_remove_padding: expected True, since packed rows can be rehearsed, got False")
-    if cfg.engine == "fsdp2" and "tensor" in cfg.parallel:
-        raise ValueError(f"parallel: expected no tensor parallelism in a plan, got tensor {cfg.parallel['tensor']}")
     check_sync_adapters(cfg)
     check_quantize_base(cfg)
+    check_can_be_planned(cfg)
     roles = recipe_roles(module, cfg)
-    plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens)
+    if options.fill_micro_batch:
+        cfg = with_limited_rows(cfg, roles.policy or roles.critic)
+    if options.server_gpus and not samples_on_servers(cfg):
+        got = options.server_gpus
+        raise ValueError(f"server_gpus: expected 0 unless servers sample (--rollout vllm_server), got {got}")
+    servers = Servers(options.server_gpus, options.server_tensor_parallel) if options.server_gpus else None
+    plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens, servers)
+    if options.json:
+        print(json.dumps(summary(plan)))
+        return plan.fits
     print(describe(cfg, roles, plan, options.nproc, options.gpus_per_node))
     if not plan.fits and not options.no_advice:
         print(advice(cfg, roles, plan, options))
     return plan.fits
 
 
+def check_can_be_planned(cfg: Any) -> None:
+    """Raise a ValueError that names an option with which a step can neither be rehearsed nor estimated."""
+    if cfg.engine not in ("fsdp2", "megatron"):
+        raise ValueError(f"engine: expected fsdp2 or megatron in a plan, got {cfg.engine}")
+    if not cfg.use_remove_padding:
+        raise ValueError("use_remove_padding: expected True, since packed rows can be rehearsed, got False")
+    if cfg.engine == "fsdp2" and "tensor" in cfg.parallel:
+        raise ValueError(f"parallel: expected no tensor parallelism in a plan, got tensor {cfg.parallel['tensor']}")
+
+
 def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
     """Try options that need less memory until the run fits. Returns one sentence that names them."""
-    for way in ways_to_fit(cfg, plan, roles.policy or roles.critic, options.nproc):
+    config, servers = roles.policy or roles.critic, plan.sampler.servers
+    if servers and (SERVERS in plan.too_large or not plan.sampler.sequences):
+        return server_advice(servers, config, plan)
+    least = plan.peak
+    for way in ways_to_fit(cfg, plan, config, options.nproc):
         new_roles = roles
         if way.cfg.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
-            new_roles = Roles(roles.policy, roles.critic, None, adapter_reference=True)
-        attempt = make_plan(way.cfg, new_roles, way.world, plan.gpu, options.image_tokens)
+            new_roles = replace(roles, reference=None, adapter_reference=True)
+        attempt = make_plan(way.cfg, new_roles, way.world, plan.gpu, options.image_tokens, servers)
         changes = ", ".join(way.changes)
         print(f"  with {changes}: {attempt.peak / GIB:.1f} GiB", flush=True)
         if attempt.fits:
             return f"fits with {changes}"
+        least = min(least, attempt.peak)
     limit = USABLE * plan.gpu.memory / GIB
-    return f"does not fit in {limit:.1f} GiB a GPU with any of these options"
+    return (
+        f"does not fit with any of these options: the least is {least / GIB:.1f} GiB, of {limit:.1f} GiB that can be "
+        "used of a GPU"
+    )
+
+
+def server_advice(servers: Servers, config: Any, plan: Plan) -> str:
+    """One sentence: over how many GPUs a server has to be split."""
+    for factor in (2, 4, 8):
+        larger = Servers(servers.gpus, servers.tensor_parallel * factor)
+        try:
+            memory = server_memory(larger, config, plan.rehearsal, plan.gpu)
+        except ValueError:  # not a divisor of the GPUs, or of the attention heads
+            continue
+        if memory.sequences:
+            return f"servers fit with --server_tensor_parallel {larger.tensor_parallel}"
+    return f"servers do not fit on {servers.gpus} GPUs"
 
 
 if __name__ == "__main__":

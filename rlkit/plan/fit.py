@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 from rlkit.plan import megatron
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
-from rlkit.plan.sampler import SamplerMemory, sampler_memory
+from rlkit.plan.sampler import SamplerMemory, Servers, sampler_memory, sequence_bytes
 from rlkit.vlm.families import head_obstacle
 
 GIB = 2**30
+SERVERS = "servers"
+GPUS_OF_A_MACHINE = 8  # over which a sampler is split at most
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Plan:
     """The memory that a run takes on each GPU.
 
     Attributes:
-        phases: bytes by phase and kind of tensor.
+        phases: bytes by phase and kind of tensor; "servers" are those of a GPU that only samples.
         gpu: the GPU that the plan is for.
     """
 
@@ -31,8 +33,8 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the phase that needs the most memory."""
-        return max(sum(kinds.values()) for kinds in self.phases.values())
+        """Bytes of the phase that needs the most memory of a GPU that trains."""
+        return max(sum(kinds.values()) for name, kinds in self.phases.items() if name != SERVERS)
 
     @property
     def too_large(self) -> list[str]:
@@ -45,7 +47,9 @@ class Plan:
         return not self.too_large and self.sampler.sequences > 0
 
 
-def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | None) -> Plan:
+def make_plan(
+    cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | None, servers: Servers | None = None
+) -> Plan:
     """Rehearse a step, or estimate it for Megatron, and add estimates for model loading and for the sampler.
 
     Raises:
@@ -54,15 +58,18 @@ def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | 
     rehearsal = (megatron.estimate if cfg.engine == "megatron" else rehearse)(cfg, roles, world, image_tokens)
     config = roles.policy or roles.critic
     resident = rehearsal.resident
-    sampler = SamplerMemory(0, 0, rehearsal.workload.rows)
+    rows = rehearsal.workload.rows
+    sampler = SamplerMemory(0, 0, rows, rows)
     phases = {"load": loading(cfg, rehearsal, world), **rehearsal.peaks}
     if roles.policy is not None and cfg.max_new_tokens:
-        held = sum(resident.values())
-        sampler = sampler_memory(cfg, config, rehearsal.workload, rehearsal.parameters, held, gpu)
+        sampler = sampler_memory(cfg, config, rehearsal, world, gpu, servers)
         taken = {"sampler's weights": sampler.weights, "sampler's cache": sampler.cache}
         if cfg.rollout == "vllm":
             phases["weight sync"] = {**phases["weight sync"], "sampler's weights": sampler.weights}
-        phases["generate"] = {**resident, **{kind: size for kind, size in taken.items() if size}}
+        taken = {kind: size for kind, size in taken.items() if size}
+        phases["generate"] = resident if sampler.servers else {**resident, **taken}
+        if sampler.servers:
+            phases[SERVERS] = taken
     return Plan(rehearsal, sampler, phases, gpu)
 
 
@@ -91,9 +98,10 @@ class Way(NamedTuple):
 def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[Way]:
     """Ways to save memory, the cheapest first.
 
-    The first five accumulate. LoRA and each number of GPUs are tried on top of them, and not with each other:
+    All but the last two accumulate. LoRA and each number of GPUs are tried on top of them, and not with each other:
 
     - a smaller share of the GPU for the sampler: fewer answers at once
+    - a sampler on several ranks' GPUs together: they communicate for each token
     - fused log-probabilities from hidden states: the output layer is computed twice
     - gradient checkpointing: a third more time
     - smaller micro-batches: weights are gathered more often
@@ -105,6 +113,8 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[Way]:
     most = plan.sampler.utilization
     if getattr(cfg, "rollout", "") == "vllm" and most is not None and 0.1 < most < cfg.gpu_memory_utilization:
         options["gpu_memory_utilization"] = most
+    if (gpus := _sampler_gpus(plan, config, world)) > plan.sampler.tensor_parallel:
+        options["rollout_options"] = {**cfg.rollout_options, "tensor_parallel_size": str(gpus)}
     is_fsdp2 = cfg.engine == "fsdp2"
     if is_fsdp2 and not cfg.use_fused_kernels and not head_obstacle(config):
         options["use_fused_kernels"] = True
@@ -118,9 +128,38 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[Way]:
     changes: list[str] = []
     for name, value in options.items():
         cfg = replace(cfg, **{name: value})
-        changes = [*changes, f"--{name}" if value is True else f"--{name} {value}"]
+        changes = [*changes, _as_option(name, value)]
         yield Way(changes, cfg, world)
     if is_fsdp2 and not cfg.lora_rank:
         yield Way([*changes, "--lora_rank 32"], replace(cfg, lora_rank=32), world)
     for factor in (2, 4, 8):
         yield Way([*changes, f"{factor * world} GPUs in place of {world}"], cfg, factor * world)
+
+
+def _as_option(name: str, value: Any) -> str:
+    """An option as on the command line."""
+    if value is True:
+        return f"--{name}"
+    words = [word for pair in value.items() for word in pair] if isinstance(value, dict) else [str(value)]
+    return " ".join([f"--{name}", *words])
+
+
+def _sampler_gpus(plan: Plan, config: Any, world: int) -> int:
+    """The fewest GPUs of one machine over which vLLM's weights leave room for the trainer and a sequence.
+
+    As many as it has now if that is enough, and as many as possible if nothing is.
+    """
+    sampler, workload = plan.sampler, plan.rehearsal.workload
+    if sampler.utilization is None:
+        return sampler.tensor_parallel
+    heads, weights = config.get_text_config().num_attention_heads, sampler.weights * sampler.tensor_parallel
+    sync = sum(plan.phases["weight sync"].values()) - sampler.weights
+    resident, row = sum(plan.rehearsal.resident.values()), workload.prompt + workload.answer
+
+    def fits(gpus: int) -> bool:
+        taken = weights // gpus + max(sync, resident + sequence_bytes(config, row, gpus))
+        return taken <= USABLE * plan.gpu.memory
+
+    counts = [sampler.tensor_parallel * factor for factor in (1, 2, 4, 8)]
+    possible = [gpus for gpus in counts if gpus <= GPUS_OF_A_MACHINE and not world % gpus and not heads % gpus]
+    return next(filter(fits, possible), max(possible, default=sampler.tensor_parallel))

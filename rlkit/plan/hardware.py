@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rlkit.tracking import peak_flops
@@ -45,15 +46,20 @@ DATA_SHEETS = {
 }
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_named(name: str, memory: float | None = None) -> Gpu:
     """A GPU by its name, e.g. "h100-80gb".
+
+    Args:
+        memory: GiB, in place of the data sheet's. With it a GPU may be unknown; its rates are then nan.
 
     Raises:
         ValueError: no such GPU.
     """
+    if memory is not None and name not in DATA_SHEETS:
+        return Gpu(name, int(memory * 2**30), math.nan, math.nan, math.nan)
     if name not in DATA_SHEETS:
         raise ValueError(f"gpu: expected one of {', '.join(sorted(DATA_SHEETS))}; got {name!r}")
-    gib, memory, link = DATA_SHEETS[name]
+    gib, bandwidth, link = DATA_SHEETS[name]
     flops = peak_flops(name.rpartition("-")[0])
     assert flops is not None
-    return Gpu(name, int(gib * 2**30), flops, memory * 1e12, link * 1e9)
+    return Gpu(name, int((memory or gib) * 2**30), flops, bandwidth * 1e12, link * 1e9)

@@ -82,7 +82,7 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
     dims = _dims(cfg, roles, world)
     config = roles.policy or roles.critic
     data_parallel_size = world // (dims.tensor * dims.pipeline * dims.context)
-    workload = longest_batch(cfg, config, data_parallel_size, image_tokens)
+    workload = longest_batch(cfg, config, data_parallel_size, image_tokens, rows_together=roles.rows_together)
     micro_batch = largest_micro_batch(workload, cfg.micro_batch_tokens, share_prompts=cfg.share_prompts)
     trained = {name: _model(cfg, getattr(roles, name), name) for name in ("critic", "policy") if getattr(roles, name)}
     stages = []
@@ -166,10 +166,14 @@ def largest_micro_batch(workload: Workload, budget: int, *, share_prompts: bool)
     """The largest micro-batch that a token budget allows, of rows that are all of the maximum length."""
     row = workload.prompt + workload.answer
     group = min(workload.group_size, max(1, (budget - workload.prompt) // workload.answer)) if share_prompts else 1
-    part = workload.prompt + group * workload.answer  # a prompt and as many of its answers as fit
-    parts = max(1, min(budget // part, -(-workload.rows // group)))
+    group = max(group, workload.rows_together)
+    part = cost = workload.prompt + group * workload.answer  # a prompt and as many of its answers as fit
+    if workload.rows_together > 1:
+        cost = group * row  # the budget counts a pair's prompt twice, also where it is shared
+        part = part if share_prompts else cost
+    parts = max(1, min(budget // cost, -(-workload.rows // group)))
     tokens = parts * part
-    keys = tokens + parts * (group * workload.prompt if group > 1 else 0)
+    keys = tokens + parts * (group * workload.prompt if share_prompts and group > 1 else 0)
     return MicroBatch(max(tokens, row), parts * group * workload.answer, keys, -(-workload.rows // (parts * group)))
 
 

@@ -89,4 +89,5 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
         reference,
         adapter_reference=has_reference and bool(cfg.lora_rank),
         whole_vocabulary="output_layer" in called_names and cfg.loss != "sampled_token" and not cfg.teacher_top_k,
+        rows_together=2 if "load_pairs" in called_names else 1,
     )

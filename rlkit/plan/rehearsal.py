@@ -38,6 +38,7 @@ class Roles:
         adapter_reference: the reference is the policy with its LoRA adapters disabled, not a second model.
         whole_vocabulary: the policy's distributions are compared with the reference's over the whole vocabulary, for
             which each rank has a copy of the reference's output layer.
+        rows_together: 2 for a recipe that trains on pairs, whose answers are in one micro-batch; otherwise 1.
     """
 
     policy: Any = None
@@ -45,6 +46,7 @@ class Roles:
     reference: Any = None
     adapter_reference: bool = False
     whole_vocabulary: bool = False
+    rows_together: int = 1
 
 
 @dataclass
@@ -110,18 +112,19 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     ledger.logits_width = config.get_text_config().vocab_size
     engines = _build_engines(cfg, models, ledger)
     first = engines.get("policy") or engines["critic"]
-    workload = longest_batch(cfg, config, first.data_parallel_size, image_tokens)
+    size, rows_together = first.data_parallel_size, roles.rows_together
+    workload = longest_batch(cfg, config, size, image_tokens, rows_together=rows_together)
     batch = largest_micro_batches(workload, config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
-    _run_phases(cfg, roles, engines, batch, ledger)
+    resident = _run_phases(cfg, roles, engines, batch, ledger)
     return Rehearsal(
-        peaks={phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()},
-        resident=ledger.bytes,
+        peaks={phase: _of_later_steps(kinds, resident) for phase, kinds in ledger.peaks.items()},
+        resident=resident,
         host=sum(getattr(engine, "host_bytes", 0) for engine in engines.values()),
         parameters=counts.parameters,
         trainable=counts.trainable,
         largest_tensor=counts.largest_tensor,
         workload=workload,
-        data_parallel_size=first.data_parallel_size,
+        data_parallel_size=size,
     )
 
 
@@ -144,8 +147,12 @@ def _build_engines(cfg: Any, models: dict[str, Any], ledger: Ledger) -> dict[str
     return engines
 
 
-def _run_phases(cfg: Any, roles: Roles, engines: dict[str, Any], batch: Batch, ledger: Ledger) -> None:
-    """One step: the reference's log-probabilities, training, and weights for the sampler."""
+def _run_phases(cfg: Any, roles: Roles, engines: dict[str, Any], batch: Batch, ledger: Ledger) -> dict[str, int]:
+    """One step: the reference's log-probabilities, training, and weights for the sampler.
+
+    Returns:
+        Bytes by kind that are kept between steps, among them the copy of the teacher's output layer in `functions`.
+    """
     first = engines.get("policy") or engines["critic"]
     functions = {}
     if roles.whole_vocabulary:
@@ -163,6 +170,7 @@ def _run_phases(cfg: Any, roles: Roles, engines: dict[str, Any], batch: Batch, l
             _train(engines[name], batch, ledger, prefix, functions if name == "policy" else {})
     if hasattr(cfg, "rollout"):
         _send_weights(first, cfg, ledger)
+    return ledger.bytes
 
 
 def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlkit.plan.fit import GIB, Plan
 from rlkit.plan.hardware import HOST_BYTES_PER_SECOND, USABLE
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.roofline import costs, link_bandwidth
+from rlkit.plan.sampler import SamplerMemory
 from rlkit.plan.workload import Workload
 from rlkit.runs.options import sends_adapters
 
@@ -40,9 +42,9 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         f"{config.model_type}: {rehearsal.parameters / 1e9:.2f}B parameters, {rehearsal.trainable / 1e9:.3f}B trained, "
         f"on {world} x {gpu.name}; planned without a GPU, with torch {torch.__version__}, transformers "
         f"{transformers.__version__}, Python {platform.python_version()}",
-        f"each rank: {workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
-        f"{workload.group_size} answers of {workload.answer} tokens to each",
-        *(f"not planned: {part}" for part in not_planned(cfg, config, workload)),
+        f"each rank: {rows(workload)}",
+        *([servers(plan.sampler)] if plan.sampler.servers else []),
+        *(f"not planned: {part}" for part in not_planned(cfg, config, workload, plan.sampler)),
         "",
         "GiB a rank, at the peak of each phase"
         + ("; Megatron is not rehearsed: an estimate by arithmetic" if cfg.engine == "megatron" else ""),
@@ -58,7 +60,35 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
     return "\n".join(lines)
 
 
-def not_planned(cfg: Any, config: Any, workload: Workload) -> list[str]:
+def rows(workload: Workload) -> str:
+    """The rows of a rank, in words."""
+    return (
+        f"{workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
+        f"{workload.group_size} answers of {workload.answer} tokens to each"
+    )
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """What `--json` prints: `fits`, the `verdict` and the `rows` of a rank in words, and bytes by phase and kind."""
+    return {
+        "fits": plan.fits,
+        "verdict": verdict(plan),
+        "rows": rows(plan.rehearsal.workload),
+        "phases": plan.phases,
+    }
+
+
+def servers(sampler: SamplerMemory) -> str:
+    """The sampling servers, in words."""
+    assert sampler.servers is not None
+    count = sampler.servers.gpus // sampler.tensor_parallel
+    return (
+        f"servers: {count} on {sampler.tensor_parallel} GPUs each; each generates {sampler.rows} answers in a step, "
+        f"{min(sampler.rows, sampler.sequences)} of them at once"
+    )
+
+
+def not_planned(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemory) -> list[str]:
     """What a run takes that is in none of the numbers.
 
     Tokens of videos count as those of images: for each, the vision tower encodes as many patches.
@@ -69,7 +99,14 @@ def not_planned(cfg: Any, config: Any, workload: Workload) -> list[str]:
     if getattr(config, "audio_config", None) is not None:
         towers.append("the audio tower")
     parts = [f"activations and FLOPs of {' and '.join(towers)}"] if towers else []
+    if samples_on_servers(cfg) and sampler.servers is None:
+        parts.insert(0, "the GPUs of the sampling servers (--server_gpus); for the seconds, one for each rank")
     return ["the GPUs of the teacher's servers", *parts] if getattr(cfg, "teacher_servers", ()) else parts
+
+
+def samples_on_servers(cfg: Any) -> bool:
+    """Whether answers are generated, by servers."""
+    return getattr(cfg, "rollout", "") in ("vllm_server", "sglang") and cfg.max_new_tokens > 0
 
 
 def memory_table(phases: dict[str, dict[str, int]]) -> str:
@@ -110,6 +147,8 @@ def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: in
     config = roles.policy or roles.critic
     if why := flops_obstacle(config):
         return f"no floor of seconds, since the FLOPs of {config.model_type} are not known: {why}"
+    if math.isnan(plan.gpu.flops):
+        return f"no floor of seconds, since the rates of a {plan.gpu.name} are not known"
     has_reference = roles.reference is not None or roles.adapter_reference
     models = (roles.policy is not None) + (roles.critic is not None)
     phases = costs(cfg, config, plan.rehearsal, plan.sampler, world, has_reference=has_reference, models=models)
@@ -121,14 +160,24 @@ def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: in
         "| phase | TFLOPs | GB of memory | GB of link | seconds | limited by |",
         "| --- | ---: | ---: | ---: | ---: | --- |",
     ]
-    total = 0.0
+    totals = dict[str, float]()
     for name, cost in phases.items():
         seconds = cost.seconds(plan.gpu, link)
         limit = max(seconds, key=lambda resource: seconds[resource])
-        total += seconds[limit]
+        totals[name] = seconds[limit]
         numbers = f"{cost.flops / 1e12:.0f} | {cost.memory / 1e9:.0f} | {cost.link / 1e9:.0f} | {seconds[limit]:.1f}"
         rows.append(f"| {name} | {numbers} | {limit} |")
-    return "\n".join([*rows, f"| step | | | | {total:.1f} | |"])
+    generation = totals.pop("generate", 0.0)
+    if samples_ahead(cfg):
+        step, note = max(generation, sum(totals.values())), " the longer of generate and the rest"
+    else:
+        step, note = generation + sum(totals.values()), ""
+    return "\n".join([*rows, f"| step | | | | {step:.1f} |{note} |"])
+
+
+def samples_ahead(cfg: Any) -> bool:
+    """Whether servers generate the next answers while the trainer trains."""
+    return getattr(cfg, "max_staleness", 0) > 0
 
 
 def verdict(plan: Plan) -> str:
@@ -138,6 +187,11 @@ def verdict(plan: Plan) -> str:
     if plan.too_large:
         phases = ", ".join(f"{name} {sum(plan.phases[name].values()) / GIB:.1f}" for name in plan.too_large)
         return f"does not fit: {phases} GiB {usable_memory}"
+    if not plan.sampler.sequences and plan.sampler.servers:
+        return "does not fit: the servers' cache has no room for one sequence; raise --server_tensor_parallel"
     if not plan.sampler.sequences:
-        return "does not fit: the sampler's cache has no room for one sequence; raise --gpu_memory_utilization"
+        return (
+            "does not fit: the sampler's cache has no room for one sequence; raise --gpu_memory_utilization, or split "
+            "the sampler with --rollout_options tensor_parallel_size"
+        )
     return f"fits: {plan.peak / GIB:.1f} GiB {usable_memory}"

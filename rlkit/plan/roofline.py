@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from rlkit.engines.flops import forward_flops
 from rlkit.engines.megatron.supported import ParallelDims
-from rlkit.plan.cache import HALF, cache_bytes
+from rlkit.plan.cache import HALF
 from rlkit.plan.hardware import HOST_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND, Gpu
 from rlkit.plan.megatron import activation_link_bytes, link_bytes
 from rlkit.plan.rehearsal import Rehearsal
-from rlkit.plan.sampler import SamplerMemory
+from rlkit.plan.sampler import SamplerMemory, sequence_bytes
 from rlkit.plan.workload import Workload
 from rlkit.runs.options import sends_adapters
 
@@ -76,17 +76,24 @@ def costs(
         world: number of ranks.
         has_reference: whether a reference model, or the policy without its adapters, scores all rows.
         models: number of trained models: 2 with a critic, which is assumed to have the policy's size.
+
+    With a critic, or several updates on a batch, the policy scores all rows before the first update ("old logprobs"),
+    and so does the critic ("values").
     """
     step = _step_size(cfg, config, rehearsal, world)
     phases = {}
     samples = hasattr(cfg, "rollout")
     if samples and cfg.max_new_tokens:
         phases["generate"] = _generation_cost(cfg, config, rehearsal.workload, sampler, step.weights)
+    if models > 1 or _updates(cfg) > 1 or getattr(cfg, "mini_batches", 1) > 1:
+        phases["old logprobs"] = _scoring_cost(cfg, config, rehearsal, step)
     if has_reference:
-        phases["reference"] = _reference_cost(cfg, config, rehearsal, step)
+        phases["reference"] = _scoring_cost(cfg, config, rehearsal, step)
+    if models > 1:
+        phases["values"] = _scoring_cost(cfg, config, rehearsal, step)
     phases["train"] = _training_cost(cfg, config, rehearsal, step, world, models)
     if samples:
-        phases["weight sync"] = _sync_cost(cfg, rehearsal, step)
+        phases["weight sync"] = _sync_cost(cfg, rehearsal, sampler, step)
     return phases
 
 
@@ -114,12 +121,16 @@ def _step_size(cfg: Any, config: Any, rehearsal: Rehearsal, world: int) -> _Step
     return _StepSize(forward, micro_batches, HALF * rehearsal.parameters, (world - 1) / world)
 
 
+def _updates(cfg: Any) -> int:
+    """How often each row is trained on."""
+    return getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
+
+
 def _training_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize, world: int, models: int) -> Cost:
     """All updates of all trained models.
 
     What is offloaded between phases, of all models, is brought back and put away at least once a step.
     """
-    updates = getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
     backward = 1 if cfg.lora_rank else 2
     passes = 1 + backward + cfg.enable_gradient_checkpointing
     memory = step.micro_batches * passes * step.weights + 28 * rehearsal.trainable / world
@@ -127,11 +138,11 @@ def _training_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize,
         link = link_bytes(cfg, config, rehearsal, world)
     else:  # weights are gathered for forward and backward, gradients reduced in float32
         link = step.others * step.micro_batches * (2 * step.weights + 4 * rehearsal.trainable)
-    repeats = models * updates
+    repeats = models * _updates(cfg)
     return Cost(repeats * passes * step.forward, repeats * memory, repeats * link, host=2 * rehearsal.host)
 
 
-def _reference_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize) -> Cost:
+def _scoring_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize) -> Cost:
     """One forward pass over all rows."""
     link: float = step.others * step.micro_batches * step.weights
     if cfg.engine == "megatron":
@@ -140,20 +151,25 @@ def _reference_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize
     return Cost(step.forward, step.micro_batches * step.weights, link)
 
 
-def _sync_cost(cfg: Any, rehearsal: Rehearsal, step: _StepSize) -> Cost:
+def _sync_cost(cfg: Any, rehearsal: Rehearsal, sampler: SamplerMemory, step: _StepSize) -> Cost:
     """Gathering of the policy's weights, or of its adapters alone, for the sampler."""
     adapters = sends_adapters(cfg)
     gathered = HALF * (rehearsal.trainable if adapters else rehearsal.parameters)
-    put_away = 2 * step.weights if adapters and cfg.rollout == "vllm" else 0  # vLLM's base model, as the trainer works
+    put_away = (
+        2 * sampler.weights if adapters and cfg.rollout == "vllm" else 0
+    )  # vLLM's base model, as the trainer works
     return Cost(memory=2 * gathered, link=step.others * gathered, host=put_away)
 
 
 def _generation_cost(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemory, weights: int) -> Cost:
     """Prefill of each prompt once, then one read of the weights and of the KV cache for each token of an answer.
 
-    For servers it assumes one sampling GPU per rank, of the same kind.
+    The GPUs of a vLLM engine share its work equally; what they send each other is not counted. For servers whose number
+    is not given it assumes one sampling GPU per rank, of the same kind, with room for all answers.
     """
-    sequences = max(1, min(workload.rows, sampler.sequences))
-    rounds = -(-workload.rows // sequences)
-    mean_cache = sequences * cache_bytes(config, workload.prompt + workload.answer // 2)
-    return Cost(flops=rank_flops(config, workload), memory=rounds * workload.answer * (weights + mean_cache))
+    gpus, sequences = sampler.tensor_parallel, max(1, min(sampler.rows, sampler.sequences))
+    rounds = -(-sampler.rows // sequences)
+    tokens = min(workload.answer, getattr(cfg, "max_turns", 1) * cfg.max_new_tokens)  # a tool may write the others
+    mean_cache = sequences * sequence_bytes(config, workload.prompt + workload.answer // 2, gpus)
+    flops = rank_flops(config, workload) * sampler.rows / workload.rows / gpus
+    return Cost(flops=flops, memory=rounds * tokens * ((sampler.weights or weights) + mean_cache))

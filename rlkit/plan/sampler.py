@@ -1,55 +1,172 @@
-"""Estimates the memory that sampling takes on a trainer's GPU: the sampler's weights and its KV cache."""
+"""Estimates the memory that sampling takes, on trainers' GPUs or on servers: the sampler's weights and its KV cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from rlkit.plan.cache import HALF, cache_bytes
 from rlkit.plan.hardware import USABLE, Gpu
+from rlkit.plan.rehearsal import Rehearsal
 from rlkit.plan.workload import Workload
 from rlkit.rollout.hf import cache_bytes_per_token
 from rlkit.runs.models import DEFAULT_UTILIZATION
+from rlkit.runs.options import option_value
+
+SERVER_SHARE = 0.92  # of a GPU's memory; vLLM 0.32's default of gpu_memory_utilization
+
+
+class Servers(NamedTuple):
+    """Sampling servers on GPUs of their own.
+
+    Attributes:
+        gpus: number of GPUs of all servers.
+        tensor_parallel: number of GPUs of each server.
+    """
+
+    gpus: int
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True)
 class SamplerMemory:
-    """Memory of sampling on each trainer's GPU.
+    """Memory of sampling on each trainer's GPU, or on each GPU of the servers.
 
     Attributes:
         weights, cache: bytes.
-        sequences: how many are decoded at once.
-        utilization: largest `gpu_memory_utilization` that the trainer leaves room for; None unless vLLM samples.
+        sequences: how many an engine decodes at once, at most.
+        rows: answers that an engine generates in a step.
+        tensor_parallel: number of GPUs of an engine.
+        utilization: largest `gpu_memory_utilization` that the trainer beside vLLM leaves room for; otherwise None.
+        servers: whose memory this is; None if it is that of a trainer's GPU.
     """
 
     weights: int
     cache: int
     sequences: int
+    rows: int
+    tensor_parallel: int = 1
     utilization: float | None = None
+    servers: Servers | None = None
 
 
 def sampler_memory(
-    cfg: Any, config: Any, workload: Workload, parameters: int, resident: int, gpu: Gpu
+    cfg: Any, config: Any, rehearsal: Rehearsal, world: int, gpu: Gpu, servers: Servers | None = None
 ) -> SamplerMemory:
-    """Memory of the sampling back end on a GPU that it shares with the trainer.
+    """Memory of the sampling back end on a GPU that it shares with the trainer, or of servers, if they are known.
 
     Args:
         cfg: options of the recipe.
         config: configuration of the policy.
+        rehearsal: the training step.
+        world: number of ranks.
+        gpu: the GPU.
+        servers: those that sample, on GPUs of the same kind.
+
+    Raises:
+        ValueError: vLLM would refuse an option.
+    """
+    workload, resident = rehearsal.workload, sum(rehearsal.resident.values())
+    if cfg.rollout == "hf":  # samples with the trainer's gathered weights; the cache may fill the rest
+        weights = HALF * rehearsal.parameters
+        row = (workload.prompt + workload.answer) * cache_bytes_per_token(config, HALF)
+        free = int((cfg.gpu_memory_utilization or DEFAULT_UTILIZATION) * gpu.memory) - resident - weights
+        sequences = max(1, min(workload.rows, 512, free // row))
+        return SamplerMemory(weights, sequences * row, sequences, workload.rows)
+    if cfg.rollout == "vllm":
+        options: dict[str, Any] = {name: option_value(text) for name, text in cfg.rollout_options.items()}
+        gpus = options.get("tensor_parallel_size", 1)
+        if gpus < 1 or world % gpus:
+            raise ValueError(f"tensor_parallel_size: expected a divisor of {world} ranks, got {gpus}")
+        rows = -(-workload.rows * rehearsal.data_parallel_size * gpus // world)
+        most = int(100 * (USABLE * gpu.memory - resident) / gpu.memory) / 100
+        share = options.get("gpu_memory_utilization") or cfg.gpu_memory_utilization or most
+        return vllm_memory(options, config, workload, rehearsal.parameters, rows, gpu, share, utilization=most)
+    if servers is not None:
+        return server_memory(servers, config, rehearsal, gpu)
+    return SamplerMemory(0, 0, workload.rows, workload.rows)
+
+
+def server_memory(servers: Servers, config: Any, rehearsal: Rehearsal, gpu: Gpu) -> SamplerMemory:
+    """Memory of each GPU of vLLM servers, which share all answers of a step equally.
+
+    Raises:
+        ValueError: the GPUs cannot be split like this.
+    """
+    if not 1 <= servers.tensor_parallel <= servers.gpus or servers.gpus % servers.tensor_parallel:
+        raise ValueError(
+            f"server_tensor_parallel: expected a divisor of the {servers.gpus} GPUs of the servers, got "
+            f"{servers.tensor_parallel}"
+        )
+    workload, options = rehearsal.workload, {"tensor_parallel_size": servers.tensor_parallel}
+    rows = -(-workload.rows * rehearsal.data_parallel_size * servers.tensor_parallel // servers.gpus)
+    memory = vllm_memory(options, config, workload, rehearsal.parameters, rows, gpu, SERVER_SHARE)
+    return replace(memory, servers=servers)
+
+
+def vllm_memory(
+    options: Mapping[str, Any],
+    config: Any,
+    workload: Workload,
+    parameters: int,
+    rows: int,
+    gpu: Gpu,
+    share: float,
+    *,
+    utilization: float | None = None,
+) -> SamplerMemory:
+    """Memory of a vLLM engine on each of its GPUs.
+
+    Args:
+        options: of `vllm.LLM`. Those that are read are tensor_parallel_size, quantization (fp8; other kinds count as 16
+            bits), max_num_seqs and max_model_len.
+        config: configuration of the policy.
         workload: rows of one rank.
         parameters: number of parameters of the policy.
-        resident: bytes that the trainer keeps while answers are sampled.
+        rows: answers that the engine generates in a step.
         gpu: the GPU.
+        share: of the GPU's memory, for weights and cache together.
+        utilization: largest `gpu_memory_utilization` that is possible.
+
+    Raises:
+        ValueError: vLLM cannot split the model like this, or `max_model_len` is shorter than the rows.
     """
-    tokens = workload.prompt + workload.answer
-    if cfg.rollout == "hf":  # samples with the trainer's gathered weights; the cache may fill the rest
-        row = tokens * cache_bytes_per_token(config, HALF)
-        free = int((cfg.gpu_memory_utilization or DEFAULT_UTILIZATION) * gpu.memory) - resident - HALF * parameters
-        sequences = max(1, min(workload.rows, 512, free // row))
-        return SamplerMemory(HALF * parameters, sequences * row, sequences)
-    if cfg.rollout == "vllm":
-        most = int(100 * (USABLE * gpu.memory - resident) / gpu.memory) / 100
-        cache = int((cfg.gpu_memory_utilization or most) * gpu.memory) - HALF * parameters
-        sequences = max(0, cache // cache_bytes(config, tokens))
-        return SamplerMemory(HALF * parameters, max(0, cache), sequences, most)
-    return SamplerMemory(0, 0, workload.rows)
+    gpus, heads = options.get("tensor_parallel_size", 1), config.get_text_config().num_attention_heads
+    if heads % gpus:
+        raise ValueError(f"tensor_parallel_size: expected a divisor of the {heads} attention heads, got {gpus}")
+    row = workload.prompt + workload.answer
+    longest = options.get("max_model_len") or row
+    if longest < row:
+        raise ValueError(f"max_model_len: expected at least the {row} tokens of prompt and answer, got {longest}")
+    weights = weight_bytes(config, parameters, options.get("quantization")) // gpus
+    cache = max(0, int(share * gpu.memory) - weights)
+    most = options.get("max_num_seqs") or default_sequences(gpu)
+    has_room = cache >= sequence_bytes(config, longest, gpus)  # for the longest sequence, without which vLLM ends
+    sequences = min(most, cache // sequence_bytes(config, row, gpus)) if has_room else 0
+    return SamplerMemory(weights, cache, sequences, rows, gpus, utilization)
+
+
+def weight_bytes(config: Any, parameters: int, quantization: str | None) -> int:
+    """Bytes of a vLLM engine's weights, on all of its GPUs. With fp8, embeddings and output layer keep 16 bits."""
+    if quantization != "fp8":
+        return HALF * parameters
+    text = config.get_text_config()
+    matrices = 1 if config.tie_word_embeddings else 2
+    return parameters + matrices * text.vocab_size * text.hidden_size
+
+
+def sequence_bytes(config: Any, tokens: int, gpus: int) -> int:
+    """Bytes of vLLM's cache for a sequence on each GPU of an engine.
+
+    Each GPU has a part of the key-value heads, at least one. The latent vectors of latent attention are on all GPUs.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    parts = 1 if getattr(text, "kv_lora_rank", None) else min(gpus, heads)
+    return -(-cache_bytes(config, tokens) // parts)
+
+
+def default_sequences(gpu: Gpu) -> int:
+    """vLLM 0.32's default of `max_num_seqs`."""
+    return 1024 if gpu.memory >= 70 * 2**30 and "a100" not in gpu.name.lower() else 256

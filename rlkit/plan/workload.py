@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from rlkit.data.samples import Batch, Sample, append_response, collate, prompt_sample
 from rlkit.engines.packing.micro_batches import micro_batches
+from rlkit.runs.vllm_options import longest_answer
 from rlkit.vlm.families import PATCH_ROW_FAMILIES, numbers_per_patch
 from rlkit.vlm.loading import has_vision
 
@@ -25,6 +26,7 @@ class Workload:
         image_tokens: how many tokens of a prompt are those of images, or of videos.
         prompts: number of prompts.
         group_size: answers to each prompt.
+        rows_together: how many of these are always in one micro-batch: both of a pair, otherwise 1.
     """
 
     prompt: int
@@ -32,6 +34,7 @@ class Workload:
     image_tokens: int
     prompts: int
     group_size: int
+    rows_together: int = 1
 
     @property
     def rows(self) -> int:
@@ -44,7 +47,9 @@ class Workload:
         return self.image_tokens * merge**2 if config.model_type in PATCH_ROW_FAMILIES else 0
 
 
-def longest_batch(cfg: Any, config: Any, data_parallel_size: int, image_tokens: int | None) -> Workload:
+def longest_batch(
+    cfg: Any, config: Any, data_parallel_size: int, image_tokens: int | None, *, rows_together: int = 1
+) -> Workload:
     """The longest rows that the recipe's options and the model's context allow.
 
     Args:
@@ -52,17 +57,20 @@ def longest_batch(cfg: Any, config: Any, data_parallel_size: int, image_tokens: 
         config: configuration of the model.
         data_parallel_size: number of ranks with different rows.
         image_tokens: image tokens of each prompt. By default a vision-language model gets as many as fit.
+        rows_together: 2 for a recipe that trains on pairs.
 
     Raises:
         ValueError: rows are longer than the model's context, or a prompt has more image tokens than tokens.
     """
     context = config.get_text_config().max_position_embeddings
     if hasattr(cfg, "max_prompt_tokens"):
-        answer = cfg.max_new_tokens
-        length = cfg.max_prompt_tokens or context - answer
-        if length < 1 or length + answer > context:
+        answer = longest_answer(cfg)
+        length = cfg.max_prompt_tokens or context - (answer or context // 2)
+        answer = answer or context - length  # an episode may fill the context
+        if length < 1 or answer < 1 or length + answer > context:
+            name = "max_response_tokens" if getattr(cfg, "max_turns", 1) > 1 else "max_new_tokens"
             raise ValueError(
-                f"max_prompt_tokens + max_new_tokens: expected at most {context}, the model's context, got "
+                f"max_prompt_tokens + {name}: expected at most {context}, the model's context, got "
                 f"{cfg.max_prompt_tokens} + {answer}"
             )
     else:
@@ -78,7 +86,22 @@ def longest_batch(cfg: Any, config: Any, data_parallel_size: int, image_tokens: 
         raise ValueError(f"image_tokens: expected less than the {length} tokens of a prompt, got {image_tokens}")
     even = image_tokens // 2 * 2  # the image is two tokens high
     prompts = -(-cfg.prompts_per_step // data_parallel_size)
-    return Workload(length, answer, even, prompts, getattr(cfg, "group_size", 1))
+    return Workload(length, answer, even, prompts, getattr(cfg, "group_size", rows_together), rows_together)
+
+
+def with_limited_rows(cfg: Any, config: Any) -> Any:
+    """The options, with rows that fill a micro-batch where rows may otherwise fill the model's context.
+
+    Many shorter rows fill a micro-batch too. A run of real rows thus takes about as much memory.
+    """
+    tokens = min(config.get_text_config().max_position_embeddings, cfg.micro_batch_tokens)
+    if getattr(cfg, "max_turns", 1) > 1 and not cfg.max_response_tokens:
+        cfg = replace(cfg, max_response_tokens=max(1, tokens - (cfg.max_prompt_tokens or tokens // 2)))
+    if hasattr(cfg, "max_prompt_tokens") and not cfg.max_prompt_tokens:
+        cfg = replace(cfg, max_prompt_tokens=max(1, tokens - longest_answer(cfg)))
+    if hasattr(cfg, "max_tokens") and not cfg.max_tokens:
+        cfg = replace(cfg, max_tokens=tokens)
+    return cfg
 
 
 def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share_prompts: bool) -> Batch:
@@ -96,19 +119,27 @@ def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share
     prompts = min(workload.prompts, rows_needed // workload.group_size + 1)
     samples = [row for number in range(prompts) for row in _group(workload, config, number)]
     batch = collate(samples)
+    if workload.rows_together > 1:
+        batch.add(micro_batch_group=torch.arange(len(samples)) // workload.rows_together)
     pieces = [rows for rows, _ in micro_batches(batch, budget, config, share_prompts=share_prompts)]
     return batch.select(sorted(row for rows in pieces[:2] for row in rows))
 
 
 def _group(workload: Workload, config: Any, number: int) -> Sequence[Sample]:
-    """The answers to one prompt. Its tokens depend on `number`, so different groups do not share a prompt."""
-    vision, ids = {}, [number % 1000 + 10] * (workload.prompt - workload.image_tokens)
+    """The answers to one prompt. Its tokens depend on `number`, so different groups do not share a prompt.
+
+    Images of a family whose patch layout is not known are text tokens here, which the tower does not encode.
+    """
+    vision, text = {}, [number % 1000 + 10]
+    ids = text * (workload.prompt - workload.image_tokens)
     if patches := workload.image_patches(config):
         vision_config = config.vision_config
         merge = vision_config.spatial_merge_size
         grid = torch.tensor([[1, 2 * merge, patches // (2 * merge)]])
         vision = {"pixel_values": torch.zeros(patches, numbers_per_patch(vision_config)), "image_grid_thw": grid}
         ids += [config.image_token_id] * workload.image_tokens
+    else:
+        ids += text * workload.image_tokens
     question = prompt_sample(ids, vision=vision, group_id=number)
     return [
         append_response(question, [10] * workload.answer, [0.0] * workload.answer) for _ in range(workload.group_size)

@@ -280,6 +280,9 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """With --evaluate_every: end training after this many evaluations in a row without a new best one. 0: never."""
     save_every: int = 50
     """Steps between checkpoints. The newest two are kept."""
+    plan_seconds: float = 120.0
+    """On a GPU, plan the run's memory before anything is loaded, for at most this many seconds. A run that does not fit
+    is refused. 0: no plan."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the exported weights. auto: that of the model that training started from."""
     push_to_hub: str = ""
@@ -305,7 +308,7 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
-warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
+warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds plan_seconds
 log_prompts evaluate_every heldout_rows patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()

@@ -26,6 +26,7 @@ from rlkit.runs.allocator import use_expandable_segments
 from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
 from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
+from rlkit.runs.memory_plan import planned_memory
 from rlkit.runs.options import (
     RunOptions,
     check_evaluation,
@@ -83,7 +84,8 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
 
     Raises:
         ValueError: an option is out of range, servers or saved rollouts are missing, the directory or a server is in
-            use, a tracker is unknown, a resumed run was started with other options, or the hub refuses --push_to_hub.
+            use, a tracker is unknown, a resumed run was started with other options, the hub refuses --push_to_hub, or
+            the run does not fit on its GPUs.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -104,6 +106,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
     check_hub(cfg)
     if servers := getattr(cfg, "servers", ()):
         decided_by_rank_0(lambda: claim_servers(servers, f"the run in {out.resolve()}"))
+    planned = planned_memory(cfg, out)
     first = dist.get_rank() == 0
     if first:
         for change in changes:
@@ -120,6 +123,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
         page_seconds=seconds,
         profiler=StepProfiler(out / "profile", cfg.profile_steps, dist.get_rank()) if cfg.profile_steps else None,
         watchdog=cfg.watchdog,
+        planned_memory=planned,
     )
     watch_memory(run, record=cfg.memory_snapshot)
     return run

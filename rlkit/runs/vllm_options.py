@@ -48,10 +48,14 @@ def adapter_flags(cfg: Any) -> list[str]:
 
 def longest_sequence(cfg: Any) -> int | None:
     """Largest number of tokens of a prompt and its answer together; None if only the model's context limits them."""
-    prompt = getattr(cfg, "max_prompt_tokens", 0)
-    several_turns = getattr(cfg, "max_turns", 1) > 1
-    answer = getattr(cfg, "max_response_tokens", 0) if several_turns else cfg.max_new_tokens
+    prompt, answer = getattr(cfg, "max_prompt_tokens", 0), longest_answer(cfg)
     return prompt + answer if prompt and answer else None
+
+
+def longest_answer(cfg: Any) -> int:
+    """Largest number of tokens after a prompt; 0 if only the model's context limits an episode of several turns."""
+    several_turns = getattr(cfg, "max_turns", 1) > 1
+    return getattr(cfg, "max_response_tokens", 0) if several_turns else cfg.max_new_tokens
 
 
 def optimizer_bytes(engines: Sequence[Any]) -> int:

@@ -31,7 +31,7 @@ from rlkit.tracking.files import (
     versions,
 )
 from rlkit.tracking.status import progress_bar, show_phase
-from rlkit.tracking.throughput import gpu_peak, peak_flops_of_all_ranks, rates
+from rlkit.tracking.throughput import gpu_peak, highest_of_all_ranks, peak_flops_of_all_ranks, rates
 from rlkit.tracking.trackers import start_trackers
 from rlkit.tracking.watchdog import watch
 
@@ -57,6 +57,7 @@ class Run:
             after the same time. A rank that has not responded for half a minute is named, too. The run continues. 0: no
             watchdog. It only reads files in `out`; the lowest responsive rank prints. `kill -USR1 <pid>` prints the
             stacks of a process.
+        planned_memory: GiB that are expected in a phase, logged as `planned_memory/<phase>`.
 
     Raises:
         ValueError: a tracker is unknown or not installed.
@@ -74,6 +75,7 @@ class Run:
         page_seconds: float = 0.0,
         profiler: Any = None,
         watchdog: float = 0.0,
+        planned_memory: Mapping[str, float] | None = None,
     ) -> None:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
         self.started = time.monotonic()
@@ -90,7 +92,7 @@ class Run:
         self.step = 0  # the last step that was logged
         self.skipped_in_a_row = 0  # skipped steps at the end of the log
         self.first_mismatch: float | None = None  # of sampler and trainer; see PolicySampler.stop_if_out_of_sync
-        self.peak = peak_flops_of_all_ranks()
+        self.peak, self.planned_memory = peak_flops_of_all_ranks(), planned_memory or {}
         self.write_page, self.page_seconds, self.profiler = write_page, page_seconds, profiler
         self._page_writer: threading.Thread | None = None
         self._page_due = 0.0
@@ -174,7 +176,8 @@ class Run:
         known GPUs, `time/mfu` are computed from `flops`, the FLOPs of the phase "train" (see rlkit.engines.flops).
         Metrics that depend on the clock are named `time/...`. All others are reproducible.
 
-        `memory/<phase>` is the peak of torch's allocations on this rank's GPU, in GiB. Without a GPU it is missing.
+        `memory/<phase>` is the peak of torch's allocations on a GPU, in GiB, the highest of all ranks, which call this
+        together. `planned_memory/<phase>` beside it is what was planned. Without a GPU both are missing.
 
         The attribute `skipped_in_a_row` counts how many of the last steps skipped all updates (`skipped_steps`).
 
@@ -187,8 +190,10 @@ class Run:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.phase(self.current_phase)
         times, self._times, self.step = dict(self._times), defaultdict(float), step
-        memory, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
-        row = {**metrics, **times, **memory, **rates(metrics, times, self.peak)}
+        measured, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
+        memory = highest_of_all_ranks(measured)
+        planned = {f"planned_memory/{name}": x for name, x in self.planned_memory.items() if f"memory/{name}" in memory}
+        row = {**metrics, **times, **memory, **planned, **rates(metrics, times, self.peak)}
         if self.writes:
             self._append(METRICS, [{"step": step, **row}])
             self._append(SAMPLES, [{**record, "step": step} for record in self._answers])

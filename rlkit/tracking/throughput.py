@@ -90,3 +90,15 @@ def gpu_peak() -> float:
     peak = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
     return peak
+
+
+def highest_of_all_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """The highest value of each name over all ranks; on a CPU, where nothing is measured, those of this rank."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available() or not dist.is_initialized():
+        return dict(values)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, dict(values))
+    return {name: max(of_rank.get(name, 0.0) for of_rank in of_ranks) for name in values}

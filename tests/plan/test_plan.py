@@ -16,10 +16,10 @@ from on_fake_ranks import CASES, LENGTHS  # noqa: E402
 from published_configs import qwen_vl  # noqa: E402
 
 from rlkit.engines.megatron.supported import ParallelDims  # noqa: E402
+from rlkit.plan import __main__ as command_line  # noqa: E402
 from rlkit.plan import megatron  # noqa: E402
-from rlkit.plan.__main__ import main as command  # noqa: E402
 from rlkit.plan.cache import cache_bytes  # noqa: E402
-from rlkit.plan.fit import make_plan, ways_to_fit  # noqa: E402
+from rlkit.plan.fit import Plan, make_plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles  # noqa: E402
 from rlkit.plan.rehearsal import Rehearsal, Roles  # noqa: E402
@@ -93,7 +93,7 @@ def test_adapters_alone_take_little_of_a_weight_sync(found):
     )
     workload = longest_batch(cfg, large_vocabulary(), 2, None)
     rehearsal = Rehearsal({}, {}, 0, 1000, 30, 500, workload, 2)
-    sampler = SamplerMemory(2 * 1000, 1 << 20, 8)
+    sampler = SamplerMemory(2 * 1000, 1 << 20, 8, 8)
 
     def sync(cfg):
         return costs(cfg, large_vocabulary(), rehearsal, sampler, 2, has_reference=False, models=1)["weight sync"]
@@ -145,11 +145,12 @@ def test_towers_that_are_not_counted_are_named(family, towers):
     config = AutoConfig.for_model(family, **({"audio_config": {}} if family == "gemma4" else {}))
     workload = Workload(prompt=100, answer=5, image_tokens=36, prompts=3, group_size=2)
     expected = [f"activations and FLOPs of {' and '.join(towers)}"] if towers else []
-    assert not_planned(SimpleNamespace(), config, workload) == expected
+    here = SamplerMemory(0, 0, 6, 6)
+    assert not_planned(SimpleNamespace(), config, workload, here) == expected
     servers = SimpleNamespace(teacher_servers=["http://host:8000"])
-    assert not_planned(servers, config, workload) == ["the GPUs of the teacher's servers", *expected]
+    assert not_planned(servers, config, workload, here) == ["the GPUs of the teacher's servers", *expected]
     without_images = replace(workload, image_tokens=0)
-    assert not_planned(SimpleNamespace(), AutoConfig.for_model("internvl"), without_images) == []
+    assert not_planned(SimpleNamespace(), AutoConfig.for_model("internvl"), without_images, here) == []
 
 
 def test_what_experts_send():
@@ -229,6 +230,24 @@ def test_advice_names_options_with_which_it_fits(found):
     assert tried == sorted(tried, reverse=True) and tried[-1] < 20.5
 
 
+def test_what_never_fits_is_one_sentence_with_the_least_that_was_reached(monkeypatch, capsys):
+    cfg = load_recipe("recipes/grpo_vlm.py").Config(model="MODEL", rollout="vllm_server", micro_batch_tokens=64)
+    rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, Workload(32, 32, 0, prompts=1, group_size=2), 1)
+    sizes = iter([900, 850, 840, 820, 830, 810, 815, 820])
+
+    def attempt(*_):
+        taken = {"train": {"parameters": next(sizes) << 30}}
+        return Plan(rehearsal, SamplerMemory(0, 0, 2, 2), taken, gpu_named("h100-80gb"))
+
+    monkeypatch.setattr(command_line, "make_plan", attempt)
+    options = SimpleNamespace(nproc=1, image_tokens=None)
+    sentence = command_line.advice(cfg, Roles(policy=large_vocabulary()), attempt(), options)
+    assert sentence == (
+        "does not fit with any of these options: the least is 810.0 GiB, of 73.6 GiB that can be used of a GPU"
+    )
+    assert len(capsys.readouterr().out.splitlines()) == 7
+
+
 LAYERS = [  # config, bytes of a sequence of 10 tokens; test_vllm.py compares these and others with vLLM itself
     (("llama", {}), 10 * 2 * 2 * 2 * 8 * 2),
     (("gemma2", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}), 14 * 2 * 2 * 8 * 2),
@@ -275,7 +294,12 @@ def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():
         model="GPUs", rollout="vllm", gpu_memory_utilization=0.9, micro_batch_tokens=2_000_000
     )
     workload = SimpleNamespace(prompt=1_000_000, answer=234_567)
-    plan = SimpleNamespace(sampler=SimpleNamespace(utilization=0.57), rehearsal=SimpleNamespace(workload=workload))
+    plan = SimpleNamespace(
+        sampler=SamplerMemory(0, 0, 8, 8, utilization=0.57),
+        rehearsal=SimpleNamespace(workload=workload, resident={}),
+        phases={"weight sync": {}},
+        gpu=gpu_named("h200-141gb"),
+    )
     shared = ["--gpu_memory_utilization 0.57", "--use_fused_kernels", "--enable_gradient_checkpointing"]
     shared += ["--micro_batch_tokens 1234567", "--offload_between_phases"]
     ways = list(ways_to_fit(cfg, plan, large_vocabulary(), 3))
@@ -327,7 +351,7 @@ def test_a_recipe_without_py_is_named(tmp_path):
 def test_unknown_family_is_one_sentence(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no_such_family"}')
     with pytest.raises(SystemExit) as end:
-        command(["recipes/grpo_vlm.py", "--model", str(tmp_path)])
+        command_line.main(["recipes/grpo_vlm.py", "--model", str(tmp_path)])
     assert str(end.value).startswith("plan: model ") and "no_such_family" in str(end.value)
 
 

@@ -1,0 +1,119 @@
+"""Plans the memory of a run before anything is loaded, on a GPU, and refuses a run that does not fit."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import rlkit
+from rlkit.runs.directory import decided_by_rank_0
+from rlkit.runs.options import OF_ONE_RUN
+from rlkit.runs.rollouts import is_replay
+from rlkit.tracking.files import replace_file
+from rlkit.vlm.tiny import is_tiny
+
+FILE = "plan.json"
+PHASES = {"weight sync": "weight_sync", "generate": "generate"}  # of the plan, in a run; all others are its "train"
+
+
+class _NotPlannedError(Exception):
+    """The memory of this run cannot be planned."""
+
+
+def planned_memory(cfg: Any, out: Path) -> dict[str, float]:
+    """GiB of each phase on a GPU of the run, as `rlkit.plan` predicts them. All ranks call this together.
+
+    Rank 0 plans in a process of its own, for at most `cfg.plan_seconds`, and keeps the plan in `out`, for when the run
+    is resumed. Without a GPU, or for a tiny model, there is no plan. If it fails, rank 0 says so in one line.
+
+    Raises:
+        ValueError: the run does not fit.
+    """
+    seconds = getattr(cfg, "plan_seconds", 0)
+    if not seconds or not torch.cuda.is_available() or is_tiny(cfg.model) or is_replay():
+        return {}
+    return decided_by_rank_0(lambda: _phases_or_refusal(cfg, out, seconds))
+
+
+def _phases_or_refusal(cfg: Any, out: Path, seconds: float) -> dict[str, float]:
+    try:
+        plan = _plan(cfg, out, seconds)
+    except _NotPlannedError as error:
+        print(f"memory is not planned: {error}", flush=True)
+        return {}
+    if not plan["fits"]:
+        raise ValueError(
+            f"the run {plan['verdict']}, with {plan['rows']}; `python -m rlkit.plan` names options that take less, and "
+            "--plan_seconds 0 starts the run all the same"
+        )
+    print(f"memory: {plan['verdict']}, with {plan['rows']}", flush=True)
+    return _by_phase_of_run(plan["phases"], own_allocator=getattr(cfg, "rollout", "") == "vllm")
+
+
+def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, own_allocator: bool) -> dict[str, float]:
+    """GiB that torch allocates in each phase of a run; vLLM allocates its weights and its cache itself."""
+    peaks: dict[str, float] = {}
+    for phase, kinds in phases.items():
+        sizes = [size for kind, size in kinds.items() if not (own_allocator and kind.startswith("sampler's"))]
+        name = PHASES.get(phase, "train")
+        if phase != "load":
+            peaks[name] = max(peaks.get(name, 0.0), sum(sizes) / 2**30)
+    return peaks
+
+
+def _plan(cfg: Any, out: Path, seconds: float) -> dict[str, Any]:
+    """What `python -m rlkit.plan RECIPE --json` prints, or the plan of an earlier start with the same options."""
+    options = {name: x for name, x in asdict(cfg).items() if name not in OF_ONE_RUN}
+    gpu, machine = torch.cuda.get_device_properties(torch.cuda.current_device()), os.environ.get("LOCAL_WORLD_SIZE")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    arguments = ["--nproc", str(world), "--gpus_per_node", machine or str(world)]
+    arguments += ["--gpu", gpu.name, "--gpu_memory", str(gpu.total_memory / 2**30)]
+    request = json.loads(json.dumps({"arguments": arguments, "options": options}, default=str))
+    try:
+        saved = json.loads((out / FILE).read_text())
+        if saved["request"] == request:
+            return saved["plan"]
+    except (OSError, ValueError, KeyError):  # there is none
+        pass
+    plan = _planned_by_command(_recipe(cfg), arguments, request["options"], seconds)
+    replace_file(out / FILE, json.dumps({"request": request, "plan": plan}, indent=1) + "\n")
+    return plan
+
+
+def _recipe(cfg: Any) -> Path:
+    """The file of the recipe, which may be a copy that a person has changed."""
+    try:
+        return Path(inspect.getfile(type(cfg))).resolve()
+    except (TypeError, OSError) as error:
+        raise _NotPlannedError(f"recipe: expected options that are declared in a file, got {error}") from error
+
+
+def _planned_by_command(recipe: Path, arguments: list[str], options: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The plan, from a process that does not see the ranks of this run or their GPUs."""
+    env = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    folders = [str(Path(rlkit.__path__[0]).parent), str(recipe.parent), os.environ.get("PYTHONPATH", "")]
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    with TemporaryDirectory() as folder:
+        (config := Path(folder) / "config.json").write_text(json.dumps(options))
+        command = [sys.executable, "-m", "rlkit.plan", str(recipe), "--json", "--fill_micro_batch", *arguments]
+        command += ["--config", str(config)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            raise _NotPlannedError(f"it took more than {seconds:g} seconds (--plan_seconds)") from error
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise _NotPlannedError(reason) from error

@@ -1,0 +1,199 @@
+"""The memory and time of sampling in a plan: options of vLLM, and ways to make it fit."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from published_configs import qwen_vl  # noqa: E402
+
+from rlkit.plan.__main__ import server_advice  # noqa: E402
+from rlkit.plan.fit import GIB, Plan, ways_to_fit  # noqa: E402
+from rlkit.plan.hardware import gpu_named  # noqa: E402
+from rlkit.plan.recipes import load_recipe  # noqa: E402
+from rlkit.plan.rehearsal import Rehearsal, Roles  # noqa: E402
+from rlkit.plan.report import not_planned, servers, time_table, verdict  # noqa: E402
+from rlkit.plan.roofline import costs  # noqa: E402
+from rlkit.plan.sampler import (  # noqa: E402
+    SamplerMemory,
+    Servers,
+    sampler_memory,
+    sequence_bytes,
+    server_memory,
+)
+from rlkit.plan.workload import Workload  # noqa: E402
+
+PARAMETERS, H100 = 33_721_153_792, gpu_named("h100-80gb")
+WORKLOAD = Workload(2048, 2048, 0, prompts=8, group_size=16)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return qwen_vl("qwen2.5-vl-32b")
+
+
+def options(**rollout_options):
+    return load_recipe("recipes/grpo_vlm.py").Config(
+        model="32B", rollout="vllm", lora_rank=32, max_prompt_tokens=2048, max_new_tokens=2048,
+        rollout_options={name: str(x) for name, x in rollout_options.items()},
+    )  # fmt: skip
+
+
+def rehearsal(resident=8.2):
+    peaks = {"weight sync": {"parameters": int(11.1 * GIB)}}
+    held = {"parameters": int(resident * GIB)}
+    return Rehearsal(peaks, held, 0, PARAMETERS, 268_435_456, 778_567_680, WORKLOAD, 8)
+
+
+def sampler(config, gpu=H100, **rollout_options):
+    return sampler_memory(options(**rollout_options), config, rehearsal(), 8, gpu)
+
+
+def test_gpus_share_the_weights_and_the_heads(config):
+    alone, eight = sampler(config), sampler(config, tensor_parallel_size=8)
+    assert alone.weights / GIB == pytest.approx(62.8, abs=0.1)
+    assert eight.weights / GIB == pytest.approx(7.9, abs=0.1)
+    assert (alone.rows, eight.rows) == (128, 8 * 128)
+    assert sequence_bytes(config, 4096, 8) == sequence_bytes(config, 4096, 1) / 8
+    assert sequence_bytes(config, 4096, 16) == sequence_bytes(config, 4096, 8)  # of 8 key-value heads
+    assert eight.sequences == eight.cache // sequence_bytes(config, 4096, 8) > 30 * alone.sequences
+    latent = AutoConfig.for_model("deepseek_v3")
+    assert sequence_bytes(latent, 4096, 8) == sequence_bytes(latent, 4096, 1)
+
+
+def test_fp8_halves_all_but_embeddings_and_output_layer(config):
+    halved = sampler(config, quantization="fp8")
+    assert halved.weights == PARAMETERS + 2 * config.get_text_config().vocab_size * 5120
+    assert sampler(config, quantization="awq").weights == sampler(config).weights  # of other kinds nothing is known
+
+
+def test_sequences_are_those_that_vllm_decodes_at_once(config):
+    assert sampler(config, tensor_parallel_size=8, max_num_seqs=5).sequences == 5
+    small = AutoConfig.for_model("llama", num_hidden_layers=1, num_key_value_heads=1)
+    assert sampler(small, gpu_named("h200-141gb")).sequences == 1024
+    assert (
+        sampler_memory(options(), small, replace(rehearsal(), parameters=0), 8, gpu_named("a100-80gb")).sequences == 256
+    )
+
+
+def test_vllm_needs_room_for_the_longest_sequence(config):
+    fitting, longer = (sampler(config, max_model_len=n) for n in (4096, 32768))
+    assert fitting.sequences > 0 and longer.sequences == 0
+    assert sampler(config, tensor_parallel_size=2, gpu_memory_utilization=0.4).cache < GIB
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size: expected a divisor of 8 ranks, got 3"),
+        ({"max_model_len": 4095}, "max_model_len: expected at least the 4096 tokens of prompt and answer, got 4095"),
+    ],
+)
+def test_what_vllm_would_refuse_is_refused(config, given, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        sampler(config, **given)
+
+
+def test_heads_that_cannot_be_split_are_named():
+    config = AutoConfig.for_model("llama", hidden_size=384, num_attention_heads=6, num_key_value_heads=6)
+    with pytest.raises(ValueError, match="^tensor_parallel_size: expected a divisor of the 6 attention heads, got 4$"):
+        sampler(config, tensor_parallel_size=4)
+
+
+def test_a_sampler_that_is_split_is_a_way_to_fit(config):
+    """A 32B with adapters takes 74 GiB of the 73.6 if each GPU has all of the sampler's weights."""
+    cfg, step = options(quantization="none"), rehearsal()
+    memory = sampler_memory(cfg, config, step, 8, H100)
+    phases = {
+        "weight sync": {**step.peaks["weight sync"], "sampler's weights": memory.weights},
+        "generate": {**step.resident, "sampler's weights": memory.weights, "sampler's cache": memory.cache},
+    }
+    plan = Plan(step, memory, phases, H100)
+    assert plan.too_large == ["weight sync"]
+    first = next(ways_to_fit(cfg, plan, config, 8))
+    assert first.changes == ["--rollout_options quantization none tensor_parallel_size 2"]
+    assert first.cfg.rollout_options["tensor_parallel_size"] == "2"
+    fits = replace(plan, phases={**phases, "weight sync": {}})
+    assert not any("tensor_parallel" in way.changes[0] for way in ways_to_fit(cfg, fits, config, 8))
+
+
+def test_a_split_sampler_reads_its_part_of_the_weights(config):
+    seconds = {}
+    for gpus in (1, 8):
+        cfg = options(tensor_parallel_size=gpus)
+        memory = sampler_memory(cfg, config, rehearsal(), 8, H100)
+        phases = costs(cfg, config, rehearsal(), memory, 8, has_reference=False, models=1)
+        seconds[gpus] = phases["generate"].seconds(H100, H100.link_bandwidth)
+    assert seconds[8]["compute"] == pytest.approx(seconds[1]["compute"])
+    assert seconds[8]["memory"] < 0.1 * seconds[1]["memory"]  # which decodes two answers at once
+
+
+def test_servers_take_nothing_of_the_trainers_gpus(config):
+    cfg = SimpleNamespace(rollout="vllm_server", max_new_tokens=2048)
+    memory = sampler_memory(cfg, config, rehearsal(), 8, H100)
+    assert memory.weights == 0
+    sentence = "the GPUs of the sampling servers (--server_gpus); for the seconds, one for each rank"
+    assert not_planned(cfg, config, WORKLOAD, memory) == [sentence]
+    planned = sampler_memory(cfg, config, rehearsal(), 8, H100, Servers(8, 4))
+    assert not_planned(cfg, config, WORKLOAD, planned) == []
+    assert not_planned(SimpleNamespace(rollout="vllm_server", max_new_tokens=0), config, WORKLOAD, memory) == []
+
+
+def test_servers_share_the_answers_of_all_ranks(config):
+    alone, fours = (server_memory(Servers(8, gpus), config, rehearsal(), H100) for gpus in (1, 4))
+    assert (alone.rows, fours.rows) == (128, 512)
+    assert fours.weights == pytest.approx(alone.weights / 4, abs=1) and fours.cache > 5 * alone.cache
+    assert servers(fours) == (
+        f"servers: 2 on 4 GPUs each; each generates 512 answers in a step, {fours.sequences} of them at once"
+    )
+    assert fours.sequences == fours.cache // sequence_bytes(config, 4096, 4)
+    cfg = options()
+    slow, fast = (
+        costs(cfg, config, rehearsal(), memory, 8, has_reference=False, models=1)["generate"].memory
+        for memory in (alone, SamplerMemory(0, 0, 128, 128))
+    )
+    assert slow > 5 * fast  # with room for all answers at once
+
+
+@pytest.mark.parametrize("gpus", [0, 3, 16])
+def test_servers_are_on_equally_many_gpus(config, gpus):
+    with pytest.raises(ValueError, match=f"^server_tensor_parallel: expected a divisor of the 8 GPUs .*, got {gpus}$"):
+        server_memory(Servers(8, gpus), config, rehearsal(), H100)
+
+
+def plan_on_servers(config, gpu, count):
+    memory = server_memory(count, config, rehearsal(), gpu)
+    phases = {"train": {"parameters": GIB}, "servers": {"sampler's weights": memory.weights, "cache": memory.cache}}
+    return Plan(rehearsal(), memory, phases, gpu)
+
+
+def test_servers_that_do_not_fit_are_refused_with_the_way_to_fit(config):
+    a100 = gpu_named("a100-40gb")
+    alone, halves = (plan_on_servers(config, a100, Servers(8, gpus)) for gpus in (1, 2))
+    assert not alone.fits and verdict(alone).startswith("does not fit: servers 62.8 GiB of the 36.6 GiB")
+    assert server_advice(Servers(8, 1), config, alone) == "servers fit with --server_tensor_parallel 2"
+    assert halves.fits and halves.peak == GIB  # of a GPU that trains
+    assert server_advice(Servers(1, 1), config, alone) == "servers do not fit on 1 GPUs"
+    tight = plan_on_servers(config, gpu_named("h100-80gb", 68.5), Servers(8, 1))
+    assert verdict(tight).endswith("no room for one sequence; raise --server_tensor_parallel") and not tight.fits
+
+
+def test_generation_and_training_overlap_if_answers_are_sampled_ahead(config):
+    """A step then takes the longer of both."""
+    seconds, module = {}, load_recipe("recipes/grpo_async.py")
+    for staleness in (0, 1):
+        cfg = module.Config(max_prompt_tokens=2048, max_new_tokens=2048, max_staleness=staleness)
+        memory = server_memory(Servers(8, 4), config, rehearsal(), H100)
+        table = time_table(cfg, Roles(policy=config), Plan(rehearsal(), memory, {}, H100), 8, 8)
+        rows = {row[1]: row for row in (line.split("|") for line in table.splitlines()) if len(row) > 5}
+        rows = {name.strip(): row for name, row in rows.items()}
+        phases = {name: float(rows[name][5]) for name in ("generate", "train", "weight sync")}
+        seconds[staleness] = float(rows["step"][5])
+    rest = phases["train"] + phases["weight sync"]
+    assert seconds[0] == pytest.approx(phases["generate"] + rest, abs=0.2)
+    assert seconds[1] == pytest.approx(max(phases["generate"], rest), abs=0.2)
+    assert rows["step"][6] == " the longer of generate and the rest "

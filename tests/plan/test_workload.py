@@ -1,0 +1,121 @@
+"""The longest rows that options allow, and the largest micro-batches of them: what a plan rehearses."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from transformers import AutoConfig, LlamaConfig
+
+from rlkit.plan import megatron
+from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
+from rlkit.plan.rehearsal import Rehearsal
+from rlkit.plan.roofline import costs, rank_flops
+from rlkit.plan.sampler import SamplerMemory
+from rlkit.plan.workload import Workload, largest_micro_batches, longest_batch
+from rlkit.runs.vllm_options import longest_sequence
+
+LLAMA = LlamaConfig(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=1000,
+    max_position_embeddings=8192,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
+def test_tokens_of_images_are_rehearsed(family):
+    """Also those of a family whose patches are not known: only its tower is left out."""
+    cfg = SimpleNamespace(max_prompt_tokens=1024, max_new_tokens=256, prompts_per_step=8, group_size=4)
+    config = AutoConfig.for_model(family)
+    workload = longest_batch(cfg, config, 1, None)
+    batch = largest_micro_batches(workload, config, 16384, share_prompts=True)
+    assert workload.image_tokens == 960 and set(batch.lengths) == {1024 + 256}
+    assert bool(batch.vision[0]) == (family == "qwen2_5_vl")
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "answer"),
+    [
+        ({"max_prompt_tokens": 1024}, 1024, 8192 - 1024),
+        ({"max_prompt_tokens": 1024, "max_response_tokens": 4096}, 1024, 4096),
+        ({"max_response_tokens": 4096}, 4096, 4096),
+        ({}, 4096, 4096),
+        ({"max_prompt_tokens": 1024, "max_response_tokens": 4096, "max_turns": 1}, 1024, 128),
+    ],
+)
+def test_an_episode_may_be_longer_than_a_turn(options, prompt, answer):
+    cfg = load_recipe("recipes/grpo_tools.py").Config(max_new_tokens=128, **options)
+    workload = longest_batch(cfg, LLAMA, 1, None)
+    assert (workload.prompt, workload.answer) == (prompt, answer)
+    if longest := longest_sequence(cfg):
+        assert longest == prompt + answer  # what vLLM is started with
+
+
+def test_an_episode_beyond_the_context_is_named():
+    cfg = load_recipe("recipes/grpo_tools.py").Config(max_prompt_tokens=8000, max_response_tokens=4096)
+    with pytest.raises(ValueError, match=r"^max_prompt_tokens \+ max_response_tokens: expected at most 8192"):
+        longest_batch(cfg, LLAMA, 1, None)
+
+
+@pytest.mark.parametrize(("recipe", "others"), [("dpo", ["--max_new_tokens", "0"]), ("reward_model", [])])
+def test_both_answers_of_a_pair_are_in_one_micro_batch(recipe, others, tmp_path):
+    """Even if one of them fills the budget."""
+    LLAMA.save_pretrained(tmp_path)
+    module = load_recipe(f"recipes/{recipe}.py")
+    options = ["--model", str(tmp_path), "--max_tokens", "1024", "--prompts_per_step", "8", *others]
+    cfg = recipe_options(module, options)
+    roles = recipe_roles(module, cfg)
+    assert roles.rows_together == 2
+    workload = longest_batch(cfg, LLAMA, 2, None, rows_together=2)
+    assert (workload.prompts, workload.rows) == (4, 8)
+    assert len(largest_micro_batches(workload, LLAMA, 1024, share_prompts=True)) == 2 * 2
+    assert len(largest_micro_batches(workload, LLAMA, 4 * 1024, share_prompts=True)) == 2 * 4
+    single = replace(workload, group_size=1, rows_together=1)
+    assert rank_flops(LLAMA, workload) > 1.5 * rank_flops(LLAMA, single)
+
+
+@pytest.mark.parametrize(("share", "tokens", "keys"), [(True, 512 + 2 * 512, 2 * 512), (False, 2 * 1024, 0)])
+def test_a_pair_is_one_micro_batch_of_megatron(share, tokens, keys):
+    workload = Workload(512, 512, 0, prompts=4, group_size=2, rows_together=2)
+    small = megatron.largest_micro_batch(workload, 1024, share_prompts=share)
+    assert (small.tokens, small.scored, small.keys, small.count) == (tokens, 1024, tokens + keys, 4)
+    assert megatron.largest_micro_batch(workload, 4096, share_prompts=share).tokens == 2 * tokens
+
+
+def test_passes_that_score_a_batch_take_time():
+    """PPO's estimates, and old log-probabilities of a batch that is used more than once."""
+
+    def phases(recipe, models=1, **options):
+        cfg = load_recipe(f"recipes/{recipe}.py").Config(max_prompt_tokens=64, max_new_tokens=64, **options)
+        rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, longest_batch(cfg, LLAMA, 1, None), 1)
+        return costs(cfg, LLAMA, rehearsal, SamplerMemory(0, 0, 8, 8), 1, has_reference=True, models=models)
+
+    ppo = phases("ppo", models=2)
+    assert list(ppo) == ["generate", "old logprobs", "reference", "values", "train", "weight sync"]
+    assert ppo["old logprobs"] == ppo["values"] == ppo["reference"]
+    assert "old logprobs" not in phases("grpo_vlm") and "values" not in phases("grpo_vlm")
+    assert "old logprobs" in phases("grpo_vlm", updates_per_batch=2)
+    assert "old logprobs" in phases("dapo", mini_batches=2) and "old logprobs" not in phases("dapo", mini_batches=1)
+
+
+def test_tokens_of_tools_are_not_generated():
+    module = load_recipe("recipes/grpo_tools.py")
+    long, short = (
+        module.Config(max_prompt_tokens=64, max_response_tokens=4096, max_new_tokens=n, max_turns=2) for n in (32, 64)
+    )
+    rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, longest_batch(long, LLAMA, 1, None), 1)
+    sampler = SamplerMemory(0, 0, 8, 8)
+    memory = [
+        costs(cfg, LLAMA, rehearsal, sampler, 1, has_reference=False, models=1)["generate"].memory
+        for cfg in (long, short)
+    ]
+    assert memory[1] == 2 * memory[0]

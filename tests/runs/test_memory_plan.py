@@ -1,0 +1,139 @@
+"""The plan at the start of a run on a GPU: refuses what does not fit, and never stops a run because it fails itself."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from rlkit.runs import TrainingOptions, memory_plan
+from rlkit.runs.memory_plan import planned_memory
+from rlkit.tracking import Run, read_metrics
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_vlm.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """20 million parameters: 0.3 GiB in training, without activations."""
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=40_000, max_position_embeddings=65536, tie_word_embeddings=False,
+    ).save_pretrained(path)  # fmt: skip
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A copy of a recipe that a person has changed, beside a module of their own."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "my_lr.py").write_text("LR = 1e-3\n")
+    text = RECIPE.read_text().replace("\n@dataclass\n", "\nfrom my_lr import LR\n\n@dataclass\n", 1)
+    text = text.replace("    steps: int", '    own: float = LR\n    """An option."""\n    steps: int', 1)
+    (folder / "my_recipe.py").write_text(text)
+    return load(folder / "my_recipe.py")
+
+
+def load(path):
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path.remove(str(path.parent))
+    return module
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of 16 GiB of a kind that no data sheet here has."""
+    properties = SimpleNamespace(name="NVIDIA Future 16GB", total_memory=16 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    return properties
+
+
+def options(recipe, model, **changed):
+    return recipe.Config(model=model, micro_batch_tokens=4096, max_new_tokens=512, prompts_per_step=4, **changed)
+
+
+def test_a_run_that_fits_has_planned_metrics(recipe, model, gpu, tmp_path, capsys, monkeypatch):
+    """Rows that no option limits fill a micro-batch; the plan of a resumed run is the one that it started with."""
+    cfg = options(recipe, model)
+    planned = planned_memory(cfg, tmp_path)
+    assert set(planned) == {"train", "weight_sync", "generate"} and 0.3 < planned["train"] < 14
+    said = capsys.readouterr().out
+    assert said.startswith("memory: fits: ") and "GiB that can be used of a NVIDIA Future 16GB (93% of 16.0)" in said
+    assert "4 prompts of 3584 tokens (0 of images), 16 answers of 512 tokens to each" in said
+    monkeypatch.setattr(memory_plan, "_planned_by_command", lambda *_: pytest.fail("was planned already"))
+    assert planned_memory(cfg, tmp_path) == planned
+    run = Run(tmp_path, {}, planned_memory=planned)
+    monkeypatch.setattr("rlkit.tracking.run.gpu_peak", lambda: 0.5)
+    run.phase("train")
+    run.phase("checkpoint")
+    run.log(0, {})
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["memory/train"] == 0.5 and row["planned_memory/train"] == planned["train"]
+    assert "planned_memory/generate" not in row  # this phase has not come
+
+
+def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
+    gpu.total_memory = 200 << 20
+    with pytest.raises(ValueError) as refused:
+        planned_memory(options(recipe, model), tmp_path)
+    sentence = str(refused.value)
+    assert (
+        sentence.startswith("the run does not fit: ") and "GiB of the 0.2 GiB that can be used of a NVIDIA" in sentence
+    )
+    assert "forward and backward" in sentence and "--plan_seconds 0 starts the run all the same" in sentence
+    assert "\n" not in sentence
+    assert not json.loads((tmp_path / "plan.json").read_text())["plan"]["fits"]
+    assert planned_memory(options(recipe, model, plan_seconds=0), tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"engine": "fsdp1"}, "plan: engine: expected fsdp2 or megatron in a plan, got fsdp1"),
+        ({"plan_seconds": 0.01}, "it took more than 0.01 seconds (--plan_seconds)"),
+    ],
+)
+def test_a_plan_that_fails_is_one_line(recipe, model, gpu, tmp_path, capsys, changed, reason):
+    assert planned_memory(options(recipe, model, **changed), tmp_path) == {}
+    assert capsys.readouterr().out == f"memory is not planned: {reason}\n"
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_options_that_are_in_no_file_are_not_planned(model, gpu, tmp_path, capsys):
+    shutil.copy(RECIPE, tmp_path / "gone.py")
+    cfg = options(load(tmp_path / "gone.py"), model)
+    del sys.modules["gone"]
+    assert planned_memory(cfg, tmp_path) == {}
+    assert capsys.readouterr().out.startswith(
+        "memory is not planned: recipe: expected options that are declared in a file"
+    )
+
+
+def test_there_is_no_plan_without_a_gpu_or_for_a_tiny_model(recipe, model, gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_plan, "_plan", lambda *_: pytest.fail("planned"))
+    assert planned_memory(TrainingOptions(model="tiny"), tmp_path) == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert planned_memory(options(recipe, model), tmp_path) == {}
+
+
+def test_memory_of_vllm_is_its_own():
+    """torch does not measure it."""
+    phases = {
+        "load": {"parameters": 9 << 30},
+        "reference": {"parameters": 1 << 30},
+        "critic: forward and backward": {"parameters": 3 << 30},
+        "generate": {"parameters": 1 << 30, "sampler's weights": 2 << 30, "sampler's cache": 4 << 30},
+    }
+    assert memory_plan._by_phase_of_run(phases, own_allocator=True) == {"train": 3.0, "generate": 1.0}
+    assert memory_plan._by_phase_of_run(phases, own_allocator=False) == {"train": 3.0, "generate": 7.0}
