@@ -119,7 +119,7 @@ def page() -> str:
         "Ulysses": not_shared,
         "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.OMNI]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "qwen4_exp", *vllm.REFUSED},
     }
 
     def cell(column: str, name: str) -> str:
@@ -154,7 +154,7 @@ Not supported; each is refused with an error that says why:
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
   with audio input: use fsdp2;
 - rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
-- vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
+- vLLM, with the text of the error: {with_vllm};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
   (dynamic, longrope).
@@ -231,9 +231,13 @@ Notes:
   which 0 allows attention. The engine sets `sdpa` in that tower.
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
-- **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
-  the trainer's model would then fail: "'Olmo3Model' object has no attribute 'do_not_compile'". On servers it works:
-  use `--rollout vllm_server`. That is so for every family that vLLM runs by transformers' model, also OLMo 2.
+- **Families that vLLM runs by transformers' code** ({", ".join(sorted(vllm.BY_TRANSFORMERS))}, and all others
+  that have no model in vLLM). vLLM changes the class of such a model for torch.compile, after which the trainer's model
+  would fail in the same process: "'Olmo3Model' object has no attribute 'do_not_compile'". Rollout `vllm` registers
+  models that leave the class alone (rlkit/rollout/vllm_transformers.py), so vLLM does not compile them: `enforce_eager`
+  is set. Servers run vLLM's own. All this was seen on a CPU only, where nothing is compiled in any case.
+- **glm46v with vLLM.** vLLM 0.32 does not know the name of its class, but reads it as the class of GLM-4.1V, which
+  `hf_overrides` names.
 - **gemma3n.** Its vision tower is MobileNet-v5 of the package timm: `pip install -e '.[gemma3n]'`. An image has 256
   tokens and an audio, of at most 30 s, has 188, whatever their size. Each audio's features are computed alone, because
   beside a longer one transformers' feature extractor appends frames. Up to 0.06 s of silence is appended to an audio,

@@ -24,13 +24,13 @@ from rlkit.rollout.inference_requests import check_context_length, check_prompt_
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options, with_family_options
 from rlkit.rollout.vllm_families import (
-    check_trainers_class_is_not_used,
     check_weight_updates_work,
     check_weights_are_used,
     config_or_empty,
     family_options,
     is_mistral4,
     register_mistral4,
+    runs_by_transformers,
 )
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
@@ -353,9 +353,13 @@ def is_supported(version: str) -> bool:
 def _start_engine(model: str, config: Any, **options: Any) -> Any:
     """`vllm.LLM` in this process; torch's random state and threads stay the trainer's."""
     vllm = import_vllm()
-    check_trainers_class_is_not_used(config, vllm.ModelRegistry.models)
     if is_mistral4(config):
         register_mistral4()
+    if runs_by_transformers(config, options, vllm.ModelRegistry.models):
+        from rlkit.rollout import vllm_transformers
+
+        vllm_transformers.register()
+        options.setdefault("enforce_eager", True)  # nothing of it is compiled
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     torch.cuda.empty_cache()  # vLLM cannot use memory that the trainer's allocator caches
     with _keep_set_num_threads(), torch.random.fork_rng(devices):

@@ -20,6 +20,10 @@ UNUSED_WEIGHTS = frozenset({"gemma3n_text"})
 # Mistral's repositories have a model twice, for transformers and in Mistral's own format. By default vLLM reads the
 # latter, with other names of weights than the trainer's.
 TRANSFORMERS_FILES = {"config_format": "hf", "load_format": "hf", "tokenizer_mode": "hf"}
+# vLLM's Glm4v class reads GLM-4.6V, too
+GLM46V = {"architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v"}
+# modules of models that run transformers' code: vLLM's, and rlkit's for the trainer's process
+TRANSFORMERS_MODELS = ("vllm.model_executor.models.transformers", "rlkit.rollout.vllm_transformers")
 # of rlkit.rollout.vllm_mistral4; the model type has vLLM use its kernels for multi-head latent attention
 MISTRAL4 = {"text_config": {"architectures": ["Mistral4ForCausalLM"], "model_type": "deepseek_v3"}}
 
@@ -58,6 +62,8 @@ def family_options(model: str, config: Any) -> dict[str, Any]:
     options: dict[str, Any] = dict(TRANSFORMERS_FILES)
     if is_mistral4(config):
         options["hf_overrides"] = MISTRAL4
+    if config.model_type == "glm46v":
+        options["hf_overrides"] = GLM46V
     if config.get_text_config().model_type == "llama4_text":
         # vLLM 0.32 ignores what config.json says of the attention temperature, which changes attention from position
         # `floor_scale` (8192) on. Without this entry it uses one if `max_model_len` is above 32,768 tokens.
@@ -86,23 +92,24 @@ def check_weights_are_used(config: Any) -> None:
         )
 
 
-def check_trainers_class_is_not_used(config: Any, registered: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a model that vLLM runs by transformers' own class.
-
-    vLLM changes that class, for a compiler, and a model of the same class in this process can no longer be called.
+def runs_by_transformers(config: Any, options: Mapping[str, Any], registered: Mapping[str, Any]) -> bool:
+    """Whether vLLM runs a model by transformers' code: it has no model of its own, or is told to.
 
     Args:
         config: of the model.
+        options: of `vllm.LLM`, also those of `family_options`.
         registered: vLLM's models by the names in `architectures` of a config: `vllm.ModelRegistry.models`.
     """
-    for entry in (registered.get(name) for name in config.architectures or ()):
-        cls: Any = getattr(entry, "model_cls", None)  # where it has been imported; otherwise its module is named
-        module: str = cls.__module__ if cls else getattr(entry, "module_name", "")
-        if module.startswith("vllm.model_executor.models.transformers"):
-            raise ValueError(
-                "model: expected a family that vLLM does not run by the trainer's own class, which it changes, got "
-                f"{config.model_type}; use rollout 'vllm_server' or 'hf'"
-            )
+    overrides = options.get("hf_overrides")
+    names = (overrides.get("architectures") if isinstance(overrides, Mapping) else None) or config.architectures or ()
+    known = [registered[name] for name in names if name in registered]
+    return options.get("model_impl") == "transformers" or not known or _module(known[0]) in TRANSFORMERS_MODELS
+
+
+def _module(entry: Any) -> str:
+    """The module of a model in vLLM's registry, which has the class where it has been imported, else names."""
+    cls = getattr(entry, "model_cls", None)
+    return cls.__module__ if cls else getattr(entry, "module_name", "")
 
 
 def check_weight_updates_work(config: Any) -> None:

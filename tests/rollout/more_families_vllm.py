@@ -7,8 +7,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_vllm import (
+    BY_TRANSFORMERS,
     MORE_BFLOAT16,
     MORE_FAMILIES,
+    OF_TRANSFORMERS,
     assert_close_in_bfloat16,
     assert_sampled_as_scored,
     facts_of,
@@ -28,6 +30,11 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_a_family_samples_what_its_trainer_scores(alone, family):
     assert_sampled_as_scored(alone[f"family/{family}"])
+
+
+def test_transformers_code_is_run_without_a_change_of_the_trainers_class(alone):
+    by_transformers = [family for family in MORE_FAMILIES if alone[f"family/{family}"]["module"] == OF_TRANSFORMERS]
+    assert by_transformers == BY_TRANSFORMERS[1:]
 
 
 @pytest.mark.parametrize("family", MORE_BFLOAT16)

@@ -1,8 +1,7 @@
 """Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
 `family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
-none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights; `models/known`: families that
-vLLM has no model of.
+none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights.
 """
 
 import json
@@ -78,7 +77,11 @@ MORE["mistral4"] = {
         "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
     },
 }  # fmt: skip
-ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
+# families that vLLM runs by transformers' code, for which no other test has a configuration
+OF_TRANSFORMERS = {
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2}, "olmo2": {}, "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}  # fmt: skip
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4, 6, 6], "mini": [4, 2, 2]}
@@ -123,7 +126,7 @@ def seeing(family, reader):
 
 
 def of_text(family, reader):
-    config = BASE | TEXT[family] | WIDE | MORE.get(family, {})
+    config = BASE | (TEXT | OF_TRANSFORMERS)[family] | WIDE | MORE.get(family, {})
     config |= dict.fromkeys([name for name in config if "vocab_size" in name], len(reader))
     config = AutoConfig.for_model(family, **config)
     return seeded(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager"))
@@ -205,6 +208,7 @@ def measure(family, path):
         return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
 
     facts = {"cache": [cache_bytes(model.config, TOKENS), cache_of_vllm(rollout, TOKENS)]}
+    facts["module"] = rollout.llm.apply_model(lambda of_vllm: type(of_vllm).__module__)[0]
     try:
         facts["start"] = distance()
         with torch.no_grad():
@@ -304,8 +308,6 @@ def positions(name, family):
 
 def facts_of(folder, name):
     what, which, *other_cpu = name.split("/")
-    if what == "models":
-        return {"absent": absent_families()}
     if what == "names":
         folder.joinpath(name).mkdir(parents=True)
         return {"kept": vllm_names.parameters_without_weights(which, folder / name)}
@@ -316,9 +318,3 @@ def facts_of(folder, name):
     has_amx = torch.cpu._is_amx_tile_supported()
     with mock.patch.object(torch.cpu, "_is_amx_tile_supported", lambda: not has_amx):
         return measure(which, folder / f"{which}-other_cpu")
-
-
-def absent_families():
-    from vllm import ModelRegistry
-
-    return [name for name, kind in ABSENT.items() if kind not in ModelRegistry.models]
