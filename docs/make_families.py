@@ -236,6 +236,10 @@ Notes:
   would fail in the same process: "'Olmo3Model' object has no attribute 'do_not_compile'". Rollout `vllm` registers
   models that leave the class alone (rlkit/rollout/vllm_transformers.py), so vLLM does not compile them: `enforce_eager`
   is set. Servers run vLLM's own. All this was seen on a CPU only, where nothing is compiled in any case.
+- **gpt_oss with vLLM.** vLLM 0.32 keeps the old experts and attention sinks when weights are updated. rlkit registers a
+  class that loads them as other weights are loaded (rlkit/rollout/vllm_gpt_oss.py), which is tested on a CPU. Some
+  attention back ends of GPUs compute with a copy of the sinks, so updates are refused there: "expected a family whose
+  weights vLLM replaces completely on a GPU". Published files are in MXFP4, which has to be converted first, see above.
 - **glm46v with vLLM.** vLLM 0.32 does not know the name of its class, but reads it as the class of GLM-4.1V, which
   `hf_overrides` names.
 - **gemma3n.** Its vision tower is MobileNet-v5 of the package timm: `pip install -e '.[gemma3n]'`. An image has 256

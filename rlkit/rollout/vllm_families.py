@@ -13,8 +13,8 @@ from rlkit.vlm.families import attention_temperature_length
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.weight_files import quantization_method, quantized_message
 
-# vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
-NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
+# rlkit.rollout.vllm_gpt_oss updates all weights of these; some attention back ends of GPUs keep a copy of the sinks
+UPDATED_ON_CPU_ONLY = frozenset({"gpt_oss"})
 # vLLM 0.32 adds Gemma 3n's per-layer embeddings only in the class of the whole model, with its towers
 UNUSED_WEIGHTS = frozenset({"gemma3n_text"})
 # Mistral's repositories have a model twice, for transformers and in Mistral's own format. By default vLLM reads the
@@ -24,7 +24,9 @@ TRANSFORMERS_FILES = {"config_format": "hf", "load_format": "hf", "tokenizer_mod
 GLM46V = {"architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v"}
 # modules of models that run transformers' code: vLLM's, and rlkit's for the trainer's process
 TRANSFORMERS_MODELS = ("vllm.model_executor.models.transformers", "rlkit.rollout.vllm_transformers")
-# of rlkit.rollout.vllm_mistral4; the model type has vLLM use its kernels for multi-head latent attention
+# rlkit's models for vLLM, and their modules
+OWN_MODELS = {"Mistral4ForCausalLM": "vllm_mistral4", "UpdatableGptOssForCausalLM": "vllm_gpt_oss"}
+# the model type has vLLM use its kernels for multi-head latent attention
 MISTRAL4 = {"text_config": {"architectures": ["Mistral4ForCausalLM"], "model_type": "deepseek_v3"}}
 
 
@@ -77,11 +79,12 @@ def is_mistral4(config: Any) -> bool:
     return config.get_text_config().model_type == "mistral4"
 
 
-def register_mistral4() -> None:
-    """Register `Mistral4ForCausalLM` with vLLM."""
+def register_models() -> None:
+    """Register rlkit's models with vLLM, which imports those that it needs."""
     from vllm import ModelRegistry
 
-    ModelRegistry.register_model("Mistral4ForCausalLM", "rlkit.rollout.vllm_mistral4:Mistral4ForCausalLM")
+    for name, module in OWN_MODELS.items():
+        ModelRegistry.register_model(name, f"rlkit.rollout.{module}:{name}")
 
 
 def check_weights_are_used(config: Any) -> None:
@@ -112,16 +115,17 @@ def _module(entry: Any) -> str:
     return cls.__module__ if cls else getattr(entry, "module_name", "")
 
 
-def check_weight_updates_work(config: Any) -> None:
+def check_weight_updates_work(config: Any, *, on_cpu: bool) -> None:
     """Raise a ValueError for a model of which vLLM would keep some old weights, or scale new ones by old scales.
 
     Args:
         config: of the model that vLLM loaded, from transformers.
+        on_cpu: whether vLLM runs on a CPU, with rlkit's options.
     """
-    if config.model_type in NO_WEIGHT_UPDATES:
+    if config.model_type in UPDATED_ON_CPU_ONLY and not on_cpu:
         raise ValueError(
-            f"model: expected a family whose weights vLLM replaces completely, got {config.model_type}; use rollout "
-            "'hf'"
+            f"model: expected a family whose weights vLLM replaces completely on a GPU, got {config.model_type}; use "
+            "rollout 'hf', or vLLM on a CPU (rollout 'vllm', or servers that rlkit.rollout.serve started)"
         )
     if method := quantization_method(config):
         raise ValueError(quantized_message(config.name_or_path, method))

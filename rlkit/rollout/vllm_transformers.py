@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from vllm import ModelRegistry
 from vllm.model_executor.models import transformers as of_vllm
-from vllm.multimodal import MULTIMODAL_REGISTRY
 
 
 class _Undecorated:
@@ -28,19 +27,10 @@ class TransformersMoEForCausalLM(_Undecorated, of_vllm.TransformersMoEForCausalL
     """Language models with experts."""
 
 
-with_processor = MULTIMODAL_REGISTRY.register_processor(
-    of_vllm.MultiModalProcessor,
-    info=of_vllm.MultiModalProcessingInfo,
-    dummy_inputs=of_vllm.MultiModalDummyInputsBuilder,
-)
-
-
-@with_processor
 class TransformersMultiModalForCausalLM(_Undecorated, of_vllm.TransformersMultiModalForCausalLM):
     """Vision-language models."""
 
 
-@with_processor
 class TransformersMultiModalMoEForCausalLM(_Undecorated, of_vllm.TransformersMultiModalMoEForCausalLM):
     """Vision-language models with experts."""
 

@@ -29,6 +29,7 @@ from rlkit.data import collate  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.plan.cache import cache_bytes  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
+from rlkit.rollout.serve import serving  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     encode_prompt,
     load_model,
@@ -203,27 +204,51 @@ def measure(family, path):
     except ValueError as error:
         return {"error": str(error)}
 
-    def distance():
-        batch = collate(rollout.generate(prompts, SAMPLING, n=2))
-        return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
-
     facts = {"cache": [cache_bytes(model.config, TOKENS), cache_of_vllm(rollout, TOKENS)]}
     facts["module"] = rollout.llm.apply_model(lambda of_vllm: type(of_vllm).__module__)[0]
     try:
-        facts["start"] = distance()
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.mul_(1.125).copy_(parameter.bfloat16())  # numbers that vLLM can represent in either dtype
-            for buffer in buffers_of_files(engine.module):
-                buffer.copy_(torch.linspace(1, -1, buffer.numel()))
-        facts["unsynced"] = distance()
-        rollout.update_weights(engine.get_per_tensor_param())
-        facts["synced"] = distance()
+        facts |= distances(engine, rollout, prompts)
         if rollout.weight_dtype == torch.bfloat16:
             facts |= changed_by_casts(engine, rollout)
     except ValueError as error:
         facts["error"] = str(error)
     rollout.close()
+    return facts
+
+
+def distances(engine, rollout, prompts):
+    """max |sampler's - trainer's logprob| at each stage."""
+
+    def distance():
+        batch = collate(rollout.generate(prompts, SAMPLING, n=2))
+        return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
+
+    facts = {"start": distance()}
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(1.125).copy_(parameter.bfloat16())  # numbers that vLLM can represent in either dtype
+        for buffer in buffers_of_files(engine.module):
+            buffer.copy_(torch.linspace(1, -1, buffer.numel()))
+    facts["unsynced"] = distance()
+    rollout.update_weights(engine.get_per_tensor_param())
+    return facts | {"synced": distance()}
+
+
+def measure_on_server(family, path, port):
+    """The same for a language model on a server, to which weights are sent in pieces."""
+    build(family, path)
+    tokenizer, model = load_processor(str(path)), load_model(str(path))
+    suppressed = suppressed_token_ids(model.config, tokenizer)
+    engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, temperature=SAMPLING.temperature)
+    prompts = [encode_prompt(tokenizer, {"question": f"how many {i}?"}, group_id=i) for i in range(3)]
+    options = ["--max-model-len", "256", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(16 << 20)]
+    options += ["--block-size", "32"]
+    with serving(str(path), port=port, logs=path, options=options) as servers:
+        rollout = make_rollout(
+            "vllm_server", model=str(path), processor=tokenizer, urls=list(servers), bucket_bytes=1 << 15, timeout=200
+        )
+        facts = distances(engine, rollout, prompts)
+        rollout.close()
     return facts
 
 

@@ -107,7 +107,7 @@ def test_a_family_whose_weights_vllm_does_not_update_is_refused(connect, process
     with VllmStandin() as a:
         with pytest.raises(
             ValueError,
-            match="model: expected a family whose weights vLLM replaces completely, got gpt_oss; use rollout",
+            match="model: expected a family whose weights vLLM replaces completely on a GPU, got gpt_oss; use rollout",
         ):
             connect(a, model=str(tmp_path / "tiny")).update_weights(iter(WEIGHTS))
         assert not a.paused and not a.weights

@@ -32,7 +32,7 @@ TOLERANCE = 2e-5  # seen: 1.1e-5 for merged adapters on a CPU without AVX, below
 FAMILIES = [
     "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
     "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
-    "deepseek_v3", "gemma4", "olmo3",
+    "deepseek_v3", "gemma4", "gpt_oss", "olmo3",
 ]  # fmt: skip
 # the rest runs by `make families`
 MORE_FAMILIES = [
@@ -49,7 +49,6 @@ POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
     "gemma3n_text": "expected a family whose weights vLLM uses completely",
-    "gpt_oss": "expected a family whose weights vLLM replaces completely",
     "diffllama": "expected one that vLLM can load",  # the last one, as vLLM keeps some state when it fails
 }
 OF_TRANSFORMERS = "rlkit.rollout.vllm_transformers"
@@ -420,7 +419,16 @@ def test_a_quantized_model_takes_no_weights():
     method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = LlamaConfig(name_or_path="some/model-FP8", quantization_config=method)
     with pytest.raises(ValueError, match="model 'some/model-FP8': expected weights that are not quantized, got fp8"):
-        check_weight_updates_work(config)
+        check_weight_updates_work(config, on_cpu=True)
+
+
+def test_gpt_oss_takes_weights_on_a_cpu_only():
+    """Some attention back ends of GPUs copy the sinks, and would keep the old ones."""
+    config = AutoConfig.for_model("gpt_oss")
+    check_weight_updates_work(config, on_cpu=True)
+    expected = "^model: expected a family whose weights vLLM replaces completely on a GPU, got gpt_oss; use rollout"
+    with pytest.raises(ValueError, match=expected):
+        check_weight_updates_work(config, on_cpu=False)
 
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):

@@ -119,7 +119,8 @@ class VllmServerRollout(ServerRollout):
                 of the model are quantized.
             RuntimeError: a server did not receive the weights. The servers stay paused until another call succeeds.
         """
-        check_weight_updates_work(self.config)
+        on_cpu = all(server.device == "cpu" for server in self.pool.servers)
+        check_weight_updates_work(self.config, on_cpu=on_cpu)
         super().update_weights(weights)
         self.adapter = None
 
