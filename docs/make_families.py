@@ -229,8 +229,10 @@ Notes:
   audios are refused there. Gemma 4 Unified takes the waveform in pieces of 640 samples. With `eager` attention the
   audio tower of transformers 5.19 attends where it should not: it expects a boolean mask, and gets one of numbers, in
   which 0 allows attention. The engine sets `sdpa` in that tower.
-- **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
-  logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
+- **gemma3n, gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings;
+  the logprobs of the tiny model then differ by 0.3. In both classes it leaves out a factor before a norm, whose epsilon
+  then counts less than in transformers; the logprobs differ by 7e-5. rlkit registers classes that compute as
+  transformers does (rlkit/rollout/vllm_gemma3n.py). Servers have them if `rlkit.rollout.serve` started them.
 - **Families that vLLM runs by transformers' code** ({", ".join(sorted(vllm.BY_TRANSFORMERS))}, and all others
   that have no model in vLLM). vLLM changes the class of such a model for torch.compile, after which the trainer's model
   would fail in the same process: "'Olmo3Model' object has no attribute 'do_not_compile'". Rollout `vllm` registers
@@ -245,8 +247,8 @@ Notes:
 - **gemma3n.** Its vision tower is MobileNet-v5 of the package timm: `pip install -e '.[gemma3n]'`. An image has 256
   tokens and an audio, of at most 30 s, has 188, whatever their size. Each audio's features are computed alone, because
   beside a longer one transformers' feature extractor appends frames. Up to 0.06 s of silence is appended to an audio,
-  without which its last token would depend on the lengths of the audios in the same forward. With vLLM the whole model
-  is not tested, as vLLM 0.32 has the numbers 256 and 188 in its code, which a tiny model does not have.
+  without which its last token would depend on the lengths of the audios in the same forward. vLLM 0.32 has the numbers
+  256 and 188 in its code.
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.

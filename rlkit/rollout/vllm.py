@@ -25,7 +25,6 @@ from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options, repack_weights, with_family_options
 from rlkit.rollout.vllm_families import (
     check_weight_updates_work,
-    check_weights_are_used,
     config_or_empty,
     family_options,
     register_models,
@@ -62,8 +61,8 @@ class VllmRollout:
             `enable_return_routed_experts`, with which samples carry the experts of each token.
 
     Raises:
-        ValueError: vLLM is missing, has another version, cannot load the model or would ignore some of its weights; or
-            the number of ranks is not a multiple of `tensor_parallel_size`.
+        ValueError: vLLM is missing, has another version or cannot load the model; or the number of ranks is not a
+            multiple of `tensor_parallel_size`.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class VllmRollout:
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
         config = config_or_empty(model, trust_remote_code=bool(options.get("trust_remote_code")))
-        check_weights_are_used(config)
         of_family = family_options(model, config)
         if self.on_gpu:
             dtype, options = dtype or "bfloat16", with_family_options(of_family, options)

@@ -15,7 +15,13 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3nProcessor,
+    SiglipImageProcessor,
+)
 from vllm_models import register
 
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("vlm", "engines")]
@@ -55,6 +61,7 @@ MORE = {
     "glm_ocr": {"intermediate_size": 192},  # vLLM's merger has this width, that of transformers 3 * out_hidden_size
     **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
     "gemma4_unified": {"global_head_dim": 64},
+    "gemma3n": {"hidden_size_per_layer_input": 32, "max_position_embeddings": 2048},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
     "granitemoehybrid": {"mamba_n_heads": 8},  # times 16 is twice the hidden size
     # without experts, which vLLM does not compute on a CPU
@@ -89,6 +96,7 @@ SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4,
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
 TOKENS = 40  # more than a window
 SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
+LARGE = {"gemma3n": {"max_model_len": 2048, "kv_cache_memory_bytes": 128 << 20}}  # of many tokens for each image
 # vLLM takes one video of GLM-4V in a prompt, and rounds the times of GLM-OCR's frames to seconds
 ONE_CLIP = [
     ([{**test_every_family.clip(4, 17, 33), "fps": 2}], [test_every_family.image(20, 20)], "<video> or <image>?")
@@ -115,6 +123,14 @@ def seeing(family, reader):
         vision["default_output_length"] = vision["num_soft_tokens"] = 70  # published configs have it
         text["use_bidirectional_attention"] = None  # vLLM has no other attention on a CPU
         del text["per_layer_config"]  # made from global_head_dim
+    if family == "gemma3n":  # published configs have the media's own tokens after those of the tokenizer
+        config["vision_soft_tokens_per_image"], config["audio_soft_tokens_per_image"] = 256, 188
+        vision["model_args"]["msfa_output_resolution"] = 16
+        vision["vocab_offset"], config["audio_config"]["vocab_offset"] = (
+            len(reader.tokenizer),
+            len(reader.tokenizer) + 20,
+        )
+        text["vocab_size"], text["vocab_size_per_layer_input"] = len(reader.tokenizer) + 24, len(reader.tokenizer)
     if family == "mistral4":
         config["tie_word_embeddings"] = False
     if "omni" in family:  # the rest is what published configs say
@@ -153,8 +169,12 @@ def as_published(family, file):
 def build(family, path):
     if family in family_processors.FAMILIES:
         reader = family_processors.FAMILIES[family]()
+        if family == "gemma3n":  # vLLM has the numbers of its tokens in its code
+            images = SiglipImageProcessor(size={"height": 256, "width": 256})
+            sizes = {"audio_seq_length": 188, "image_seq_length": 256}
+            reader = Gemma3nProcessor(reader.feature_extractor, images, reader.tokenizer, **sizes)
         reader.chat_template = reader.tokenizer.chat_template
-        if family == "gemma3":  # vLLM looks for tokens that its own tokenizer has
+        if family in ("gemma3", "gemma3n"):  # vLLM looks for tokens that its own tokenizer has
             reader.tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])
         model = seeing(family, reader)
     else:
@@ -200,7 +220,8 @@ def measure(family, path):
     prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     register(path)
     try:
-        rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)
+        size = SIZE | LARGE.get(family, {})
+        rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **size)
     except ValueError as error:
         return {"error": str(error)}
 

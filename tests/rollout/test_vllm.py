@@ -36,10 +36,10 @@ FAMILIES = [
 ]  # fmt: skip
 # the rest runs by `make families`
 MORE_FAMILIES = [
-    "ernie4_5", "ernie4_5_moe", "falcon_h1", "flex_olmo", "gemma4_text", "gemma4_unified", "glm46v", "glm4_moe",
-    "glm_ocr", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm2_vl", "llama4", "llama4_text", "ministral3", "mistral3",
-    "mistral4", "nemotron_h", "olmo2", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "seed_oss",
-    "smollm3",
+    "ernie4_5", "ernie4_5_moe", "falcon_h1", "flex_olmo", "gemma3n", "gemma3n_text", "gemma4_text", "gemma4_unified",
+    "glm46v", "glm4_moe", "glm_ocr", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm2_vl", "llama4", "llama4_text",
+    "ministral3", "mistral3", "mistral4", "nemotron_h", "olmo2", "paddleocr_vl", "qwen2_5_omni_thinker",
+    "qwen3_omni_moe_thinker", "seed_oss", "smollm3",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]
@@ -48,7 +48,6 @@ OTHER_CPU = "deepseek_v3/other_cpu"
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
-    "gemma3n_text": "expected a family whose weights vLLM uses completely",
     "diffllama": "expected one that vLLM can load",  # the last one, as vLLM keeps some state when it fails
 }
 OF_TRANSFORMERS = "rlkit.rollout.vllm_transformers"
