@@ -142,7 +142,7 @@ def page() -> str:
         lines.append(f"| {column} | {MEANING[column]} | {by} |")
     not_packed = ", ".join(sorted(families.REFUSED))
     positions = ", ".join(sorted(load("vlm/test_rope3d_specs.py").ROPE3D_REFUSED))
-    with_vllm = "; ".join(f'{name} ("{why}")' for name, why in vllm.REFUSED.items())
+    image_attention, with_vllm = vllm.REFUSED["gemma3"], vllm.REFUSED["diffllama"]
     on_cpu = "; ".join(f"{name}: {why}" for name, why in vllm.OBSTACLES.items())
     more = f"""
 Not supported; each is refused with an error that says why:
@@ -154,8 +154,12 @@ Not supported; each is refused with an error that says why:
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
   with audio input: use fsdp2;
 - rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
-- vLLM, with the text of the error: {with_vllm};
+- vLLM: diffllama, with vLLM's own words: "{with_vllm}";
 - vLLM on a CPU: {on_cpu};
+- vLLM on a CPU, rows with images of gemma3, and of gemma4 where tokens of an image attend to later ones
+  ("{image_attention}"). Some of vLLM's attention
+  back ends for GPUs have such attention, so they are not refused there; this was not tested;
+- vLLM on a GPU: updates of the weights of gpt_oss;
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
   (dynamic, longrope).
 
