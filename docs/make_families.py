@@ -119,7 +119,7 @@ def page() -> str:
         "Ulysses": not_shared,
         "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.OMNI]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "qwen4_exp", *vllm.REFUSED},
     }
 
     def cell(column: str, name: str) -> str:
@@ -142,7 +142,7 @@ def page() -> str:
         lines.append(f"| {column} | {MEANING[column]} | {by} |")
     not_packed = ", ".join(sorted(families.REFUSED))
     positions = ", ".join(sorted(load("vlm/test_rope3d_specs.py").ROPE3D_REFUSED))
-    with_vllm = "; ".join(f'{name} ("{why}")' for name, why in vllm.REFUSED.items())
+    image_attention, with_vllm = vllm.REFUSED["gemma3"], vllm.REFUSED["diffllama"]
     on_cpu = "; ".join(f"{name}: {why}" for name, why in vllm.OBSTACLES.items())
     more = f"""
 Not supported; each is refused with an error that says why:
@@ -154,8 +154,12 @@ Not supported; each is refused with an error that says why:
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
   with audio input: use fsdp2;
 - rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
-- vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
+- vLLM: diffllama, with vLLM's own words: "{with_vllm}";
 - vLLM on a CPU: {on_cpu};
+- vLLM on a CPU, rows with images of gemma3, and of gemma4 where tokens of an image attend to later ones
+  ("{image_attention}"). Some of vLLM's attention
+  back ends for GPUs have such attention, so they are not refused there; this was not tested;
+- vLLM on a GPU: updates of the weights of gpt_oss;
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
   (dynamic, longrope).
 
@@ -230,16 +234,26 @@ Notes:
   audios are refused there. Gemma 4 Unified takes the waveform in pieces of 640 samples. With `eager` attention the
   audio tower of transformers 5.19 attends where it should not: it expects a boolean mask, and gets one of numbers, in
   which 0 allows attention. The engine sets `sdpa` in that tower.
-- **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
-  logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
-- **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
-  the trainer's model would then fail: "'Olmo3Model' object has no attribute 'do_not_compile'". On servers it works:
-  use `--rollout vllm_server`. That is so for every family that vLLM runs by transformers' model, also OLMo 2.
+- **gemma3n, gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings;
+  the logprobs of the tiny model then differ by 0.3. In both classes it leaves out a factor before a norm, whose epsilon
+  then counts less than in transformers; the logprobs differ by 7e-5. rlkit registers classes that compute as
+  transformers does (rlkit/rollout/vllm_gemma3n.py). Servers have them if `rlkit.rollout.serve` started them.
+- **Families that vLLM runs by transformers' code** ({", ".join(sorted(vllm.BY_TRANSFORMERS))}, and all others
+  that have no model in vLLM). vLLM changes the class of such a model for torch.compile, after which the trainer's model
+  would fail in the same process: "'Olmo3Model' object has no attribute 'do_not_compile'". Rollout `vllm` registers
+  models that leave the class alone (rlkit/rollout/vllm_transformers.py), so vLLM does not compile them: `enforce_eager`
+  is set. Servers run vLLM's own. All this was seen on a CPU only, where nothing is compiled in any case.
+- **gpt_oss with vLLM.** vLLM 0.32 keeps the old experts and attention sinks when weights are updated. rlkit registers a
+  class that loads them as other weights are loaded (rlkit/rollout/vllm_gpt_oss.py), which is tested on a CPU. Some
+  attention back ends of GPUs compute with a copy of the sinks, so updates are refused there: "expected a family whose
+  weights vLLM replaces completely on a GPU". Published files are in MXFP4, which has to be converted first, see above.
+- **glm46v with vLLM.** vLLM 0.32 does not know the name of its class, but reads it as the class of GLM-4.1V, which
+  `hf_overrides` names.
 - **gemma3n.** Its vision tower is MobileNet-v5 of the package timm: `pip install -e '.[gemma3n]'`. An image has 256
   tokens and an audio, of at most 30 s, has 188, whatever their size. Each audio's features are computed alone, because
   beside a longer one transformers' feature extractor appends frames. Up to 0.06 s of silence is appended to an audio,
-  without which its last token would depend on the lengths of the audios in the same forward. With vLLM the whole model
-  is not tested, as vLLM 0.32 has the numbers 256 and 188 in its code, which a tiny model does not have.
+  without which its last token would depend on the lengths of the audios in the same forward. vLLM 0.32 has the numbers
+  256 and 188 in its code.
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.

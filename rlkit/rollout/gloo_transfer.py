@@ -22,12 +22,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rlkit.rollout import media_connector
 from rlkit.rollout.servers.weight_transfer import gloo_group, local_address
-from rlkit.rollout.vllm_families import register_mistral4
+from rlkit.rollout.vllm_cpu import repack_weights
+from rlkit.rollout.vllm_families import register_models
 
 
 @dataclass
@@ -81,9 +81,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        heads: list[Any] = [layer for layer in self.model.modules() if isinstance(layer, ParallelLMHead)]
-        for head in heads:  # a tied output layer receives no weight of its own, but on a CPU it keeps a packed copy
-            head.quant_method.process_weights_after_loading(head)
+        if next(self.model.parameters()).is_cpu:
+            repack_weights(self.model)
 
     def shutdown(self) -> None:
         self.group = None
@@ -92,9 +91,9 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 def register() -> None:
     """Register rlkit's extensions with vLLM, which calls this in each of its processes.
 
-    These are the weight transfer `rlkit_gloo`, the media connector, and the model of Mistral Small 4.
+    These are the weight transfer `rlkit_gloo`, the media connector, and rlkit's models.
     """
     media_connector.register()
-    register_mistral4()
+    register_models()
     with suppress(ValueError):  # it is registered already: vLLM may load its plug-ins twice
         WeightTransferEngineFactory.register_engine("rlkit_gloo", GlooWeightTransferEngine)

@@ -29,7 +29,7 @@ import torch
 
 from rlkit.rollout.servers.token import LOOPBACK, TOKEN_VARIABLE, new_token
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
-from rlkit.rollout.vllm_families import check_weights_are_used, config_or_empty, family_options, is_mistral4
+from rlkit.rollout.vllm_families import config_or_empty, family_options, uses_own_model
 from rlkit.vlm.loading import model_path
 
 # the last one comes first
@@ -70,7 +70,8 @@ def serving(
     """
     on_gpu = torch.cuda.is_available()
     config = config_or_empty(model)
-    _check_installed(not on_gpu or any("rlkit_gloo" in option for option in options) or is_mistral4(config))
+    own = uses_own_model(family_options(model, config))
+    _check_installed(not on_gpu or any("rlkit_gloo" in option for option in options) or own)
     if on_gpu and count * tensor_parallel_size > torch.cuda.device_count():
         raise ValueError(
             f"count, tensor_parallel_size: expected a product of at most {torch.cuda.device_count()}, the number of "
@@ -112,9 +113,8 @@ def command(model: str, config: Any, host: str, port: int, tensor_parallel_size:
         config: its configuration, see `rlkit.rollout.vllm_families.config_or_empty`.
 
     Raises:
-        ValueError: a family of which vLLM would ignore weights; without a GPU, one that it cannot compute on this CPU.
+        ValueError: without a GPU, a family that vLLM cannot compute on this CPU.
     """
-    check_weights_are_used(config)
     dtype, on_cpu = ("bfloat16", {}) if on_gpu else cpu_dtype_and_options(config, None)
     flags: dict[str, Any] = {
         "model": model_path(model),

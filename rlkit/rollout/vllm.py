@@ -22,15 +22,13 @@ from rlkit.data.samples import Sample
 from rlkit.rollout.adapters import adapter_folder, check_adapter, lora_request, serialize_adapter
 from rlkit.rollout.inference_requests import check_context_length, check_prompt_expansion, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
-from rlkit.rollout.vllm_cpu import cpu_dtype_and_options, with_family_options
+from rlkit.rollout.vllm_cpu import cpu_dtype_and_options, repack_weights, with_family_options
 from rlkit.rollout.vllm_families import (
-    check_trainers_class_is_not_used,
     check_weight_updates_work,
-    check_weights_are_used,
     config_or_empty,
     family_options,
-    is_mistral4,
-    register_mistral4,
+    register_models,
+    runs_by_transformers,
 )
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
@@ -63,8 +61,8 @@ class VllmRollout:
             `enable_return_routed_experts`, with which samples carry the experts of each token.
 
     Raises:
-        ValueError: vLLM is missing, has another version, cannot load the model or would ignore some of its weights; or
-            the number of ranks is not a multiple of `tensor_parallel_size`.
+        ValueError: vLLM is missing, has another version or cannot load the model; or the number of ranks is not a
+            multiple of `tensor_parallel_size`.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class VllmRollout:
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
         config = config_or_empty(model, trust_remote_code=bool(options.get("trust_remote_code")))
-        check_weights_are_used(config)
         of_family = family_options(model, config)
         if self.on_gpu:
             dtype, options = dtype or "bfloat16", with_family_options(of_family, options)
@@ -132,11 +129,11 @@ class VllmRollout:
         Raises:
             ValueError: a family of which vLLM would keep some of the old weights, or a model whose files are quantized.
         """
-        check_weight_updates_work(self.config)
+        check_weight_updates_work(self.config, on_cpu=not self.on_gpu)
         self.lora_request, self.weights_replaced = None, True
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.on_gpu:
-            self.llm.apply_model(_repack_cpu_weights)
+            self.llm.apply_model(repack_weights)
         self._finish_update()
 
     def update_adapter(self, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -353,9 +350,12 @@ def is_supported(version: str) -> bool:
 def _start_engine(model: str, config: Any, **options: Any) -> Any:
     """`vllm.LLM` in this process; torch's random state and threads stay the trainer's."""
     vllm = import_vllm()
-    check_trainers_class_is_not_used(config, vllm.ModelRegistry.models)
-    if is_mistral4(config):
-        register_mistral4()
+    register_models()
+    if runs_by_transformers(config, options, vllm.ModelRegistry.models):
+        from rlkit.rollout import vllm_transformers
+
+        vllm_transformers.register()
+        options.setdefault("enforce_eager", True)  # nothing of it is compiled
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     torch.cuda.empty_cache()  # vLLM cannot use memory that the trainer's allocator caches
     with _keep_set_num_threads(), torch.random.fork_rng(devices):
@@ -401,16 +401,3 @@ def _tensor_parallel_group(size: int) -> Any:
     ranks = range(dist.get_world_size())
     groups = {start: dist.new_group(list(ranks[start : start + size])) for start in range(0, len(ranks), size)}
     return groups[dist.get_rank() // size * size]
-
-
-def _repack_cpu_weights(model: Any) -> None:
-    """On a CPU layers compute with packed copies of their weights, and two kinds are not packed again after an update.
-
-    An output layer tied to the embedding receives no weight of its own; experts are packed when they are first loaded.
-    """
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if "cpu_linear" in vars(module) and type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding"):
-            method.process_weights_after_loading(module)
-        if (kernel := getattr(method, "moe_kernel", None)) is not None:
-            kernel.fused_experts.process_weights_after_loading(module)

@@ -15,6 +15,8 @@ BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  #
 # vLLM's models of these, and of multi-head latent attention, give RoPE queries of [tokens, heads, size]. Its kernel for
 # CPUs takes their second dimension for the tokens, and so gives most of them the position of another one.
 ROPE_BY_HEADS = frozenset({"lfm2", "lfm2_moe"})
+# of rlkit.rollout.vllm_gpt_oss
+GPT_OSS = {"architectures": ["UpdatableGptOssForCausalLM"]}
 OBSTACLES = {
     "kimi_linear": "its kernels for linear attention need Triton, so a GPU",
     "olmo_hybrid": "its kernels for linear attention need Triton, so a GPU",
@@ -56,6 +58,8 @@ def cpu_dtype_and_options(config: Any, dtype: str | None) -> tuple[str, dict[str
     options: dict[str, Any] = {"enable_prefix_caching": False} if recurrent else {}
     if family in ROPE_BY_HEADS or getattr(config.get_text_config(), "kv_lora_rank", None):
         options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}  # RoPE by PyTorch
+    if family == "gpt_oss":
+        options["hf_overrides"] = GPT_OSS
     return dtype or ("bfloat16" if family in BFLOAT16_ONLY else "float32"), options
 
 
@@ -85,3 +89,17 @@ def with_family_options(of_family: Mapping[str, Any], options: Mapping[str, Any]
 def has_avx512() -> bool:
     """False for an x86 CPU without AVX-512, also if ATEN_CPU_CAPABILITY says so; others have kernels of their own."""
     return platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def repack_weights(model: Any) -> None:
+    """Pack weights of vLLM's model again after an update: layers compute with packed copies on a CPU.
+
+    vLLM does it except for two kinds. An output layer tied to the embedding receives no weight of its own; experts are
+    packed when they are first loaded.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if "cpu_linear" in vars(module) and type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding"):
+            method.process_weights_after_loading(module)
+        if (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

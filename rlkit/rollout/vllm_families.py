@@ -13,15 +13,30 @@ from rlkit.vlm.families import attention_temperature_length
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.weight_files import quantization_method, quantized_message
 
-# vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
-NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
-# vLLM 0.32 adds Gemma 3n's per-layer embeddings only in the class of the whole model, with its towers
-UNUSED_WEIGHTS = frozenset({"gemma3n_text"})
+# of these, rlkit.rollout.vllm_gpt_oss updates all weights; some attention back ends of GPUs keep a copy of the sinks
+UPDATED_ON_CPU_ONLY = frozenset({"gpt_oss"})
 # Mistral's repositories have a model twice, for transformers and in Mistral's own format. By default vLLM reads the
 # latter, with other names of weights than the trainer's.
 TRANSFORMERS_FILES = {"config_format": "hf", "load_format": "hf", "tokenizer_mode": "hf"}
-# of rlkit.rollout.vllm_mistral4; the model type has vLLM use its kernels for multi-head latent attention
-MISTRAL4 = {"text_config": {"architectures": ["Mistral4ForCausalLM"], "model_type": "deepseek_v3"}}
+# vLLM's class leaves out weights of these, rlkit.rollout.vllm_gemma3n uses them
+NEED_OWN_MODEL = frozenset({"gemma3n_text"})
+# modules of models that run transformers' code: vLLM's, and rlkit's for the trainer's process
+TRANSFORMERS_MODELS = ("vllm.model_executor.models.transformers", "rlkit.rollout.vllm_transformers")
+# rlkit's models for vLLM, and their modules
+OWN_MODELS = {
+    "Mistral4ForCausalLM": "vllm_mistral4",
+    "UpdatableGptOssForCausalLM": "vllm_gpt_oss",
+    "ExactGemma3nForCausalLM": "vllm_gemma3n",
+    "ExactGemma3nForConditionalGeneration": "vllm_gemma3n",
+}
+# Overrides of the configuration, by model type; for Mistral Small 4 it is that of its text model. "deepseek_v3" has
+# vLLM use its kernels for multi-head latent attention. vLLM's class of GLM-4.1V reads GLM-4.6V, which it does not know.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "mistral4": {"text_config": {"architectures": ["Mistral4ForCausalLM"], "model_type": "deepseek_v3"}},
+    "glm46v": {"architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v"},
+    "gemma3n": {"architectures": ["ExactGemma3nForConditionalGeneration"]},
+    "gemma3n_text": {"architectures": ["ExactGemma3nForCausalLM"]},
+}
 
 
 def config_or_empty(model: str, *, trust_remote_code: bool = False) -> Any:
@@ -56,9 +71,10 @@ def family_options(model: str, config: Any) -> dict[str, Any]:
                 f"{model!r}, of which vLLM loads both; move the latter, which is in Mistral's own format"
             )
     options: dict[str, Any] = dict(TRANSFORMERS_FILES)
-    if is_mistral4(config):
-        options["hf_overrides"] = MISTRAL4
-    if config.get_text_config().model_type == "llama4_text":
+    text = config.get_text_config().model_type
+    if overrides := OVERRIDES.get("mistral4" if text == "mistral4" else config.model_type):
+        options["hf_overrides"] = overrides
+    if text == "llama4_text":
         # vLLM 0.32 ignores what config.json says of the attention temperature, which changes attention from position
         # `floor_scale` (8192) on. Without this entry it uses one if `max_model_len` is above 32,768 tokens.
         has_temperature = attention_temperature_length(config) is not None
@@ -66,55 +82,52 @@ def family_options(model: str, config: Any) -> dict[str, Any]:
     return options
 
 
-def is_mistral4(config: Any) -> bool:
-    """Whether this is the configuration of Mistral Small 4."""
-    return config.get_text_config().model_type == "mistral4"
+def uses_own_model(options: Mapping[str, Any]) -> bool:
+    """Whether vLLM runs one of rlkit's models, by the options of `family_options`."""
+    overrides = options.get("hf_overrides") or {}
+    names = overrides.get("text_config", overrides).get("architectures", ())
+    return any(name in OWN_MODELS for name in names)
 
 
-def register_mistral4() -> None:
-    """Register `Mistral4ForCausalLM` with vLLM."""
+def register_models() -> None:
+    """Register rlkit's models with vLLM, which imports those that it needs."""
     from vllm import ModelRegistry
 
-    ModelRegistry.register_model("Mistral4ForCausalLM", "rlkit.rollout.vllm_mistral4:Mistral4ForCausalLM")
+    for name, module in OWN_MODELS.items():
+        ModelRegistry.register_model(name, f"rlkit.rollout.{module}:{name}")
 
 
-def check_weights_are_used(config: Any) -> None:
-    """Raise a ValueError for a model some of whose weights vLLM would ignore."""
-    if config.model_type in UNUSED_WEIGHTS:
-        raise ValueError(
-            f"model: expected a family whose weights vLLM uses completely, got {config.model_type}; use rollout 'hf'"
-        )
-
-
-def check_trainers_class_is_not_used(config: Any, registered: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a model that vLLM runs by transformers' own class.
-
-    vLLM changes that class, for a compiler, and a model of the same class in this process can no longer be called.
+def runs_by_transformers(config: Any, options: Mapping[str, Any], registered: Mapping[str, Any]) -> bool:
+    """Whether vLLM runs a model by transformers' code: it has no model of its own, or is told to.
 
     Args:
         config: of the model.
+        options: of `vllm.LLM`, also those of `family_options`.
         registered: vLLM's models by the names in `architectures` of a config: `vllm.ModelRegistry.models`.
     """
-    for entry in (registered.get(name) for name in config.architectures or ()):
-        cls: Any = getattr(entry, "model_cls", None)  # where it has been imported; otherwise its module is named
-        module: str = cls.__module__ if cls else getattr(entry, "module_name", "")
-        if module.startswith("vllm.model_executor.models.transformers"):
-            raise ValueError(
-                "model: expected a family that vLLM does not run by the trainer's own class, which it changes, got "
-                f"{config.model_type}; use rollout 'vllm_server' or 'hf'"
-            )
+    overrides = options.get("hf_overrides")
+    names = (overrides.get("architectures") if isinstance(overrides, Mapping) else None) or config.architectures or ()
+    known = [registered[name] for name in names if name in registered]
+    return options.get("model_impl") == "transformers" or not known or _module(known[0]) in TRANSFORMERS_MODELS
 
 
-def check_weight_updates_work(config: Any) -> None:
+def _module(entry: Any) -> str:
+    """The module of a model in vLLM's registry, which has the class where it has been imported, else names."""
+    cls = getattr(entry, "model_cls", None)
+    return cls.__module__ if cls else getattr(entry, "module_name", "")
+
+
+def check_weight_updates_work(config: Any, *, on_cpu: bool) -> None:
     """Raise a ValueError for a model of which vLLM would keep some old weights, or scale new ones by old scales.
 
     Args:
         config: of the model that vLLM loaded, from transformers.
+        on_cpu: whether vLLM runs on a CPU, with rlkit's options.
     """
-    if config.model_type in NO_WEIGHT_UPDATES:
+    if config.model_type in UPDATED_ON_CPU_ONLY and not on_cpu:
         raise ValueError(
-            f"model: expected a family whose weights vLLM replaces completely, got {config.model_type}; use rollout "
-            "'hf'"
+            f"model: expected a family whose weights vLLM replaces completely on a GPU, got {config.model_type}; use "
+            "rollout 'hf', or vLLM on a CPU (rollout 'vllm', or servers that rlkit.rollout.serve started)"
         )
     if method := quantization_method(config):
         raise ValueError(quantized_message(config.name_or_path, method))

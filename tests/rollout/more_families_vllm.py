@@ -4,11 +4,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parent))
+from on_vllm_families import measure_on_server
 from test_vllm import (
+    BY_TRANSFORMERS,
     MORE_BFLOAT16,
     MORE_FAMILIES,
+    OF_TRANSFORMERS,
     assert_close_in_bfloat16,
     assert_sampled_as_scored,
     facts_of,
@@ -28,6 +32,17 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_a_family_samples_what_its_trainer_scores(alone, family):
     assert_sampled_as_scored(alone[f"family/{family}"])
+
+
+def test_transformers_code_is_run_without_a_change_of_the_trainers_class(alone):
+    by_transformers = [family for family in MORE_FAMILIES if alone[f"family/{family}"]["module"] == OF_TRANSFORMERS]
+    assert by_transformers == BY_TRANSFORMERS[1:]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "olmo3"])
+def test_a_server_samples_what_the_trainer_scores(tmp_path, family):
+    """Experts, which are packed on a CPU, rlkit's class of gpt-oss, and vLLM's model that runs transformers' code."""
+    assert_sampled_as_scored(measure_on_server(family, tmp_path, free_ports()))
 
 
 @pytest.mark.parametrize("family", MORE_BFLOAT16)

@@ -1,8 +1,7 @@
 """Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
 `family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
-none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights; `models/known`: families that
-vLLM has no model of.
+none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights.
 """
 
 import json
@@ -16,7 +15,13 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3nProcessor,
+    SiglipImageProcessor,
+)
 from vllm_models import register
 
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("vlm", "engines")]
@@ -30,6 +35,7 @@ from rlkit.data import collate  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.plan.cache import cache_bytes  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
+from rlkit.rollout.serve import serving  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     encode_prompt,
     load_model,
@@ -52,9 +58,11 @@ WIDE = {
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MORE = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "minicpmv4_6"), DELTA),
+    "diffllama": {"num_key_value_heads": 2},
     "glm_ocr": {"intermediate_size": 192},  # vLLM's merger has this width, that of transformers 3 * out_hidden_size
     **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
     "gemma4_unified": {"global_head_dim": 64},
+    "gemma3n": {"hidden_size_per_layer_input": 32, "max_position_embeddings": 2048},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
     "granitemoehybrid": {"mamba_n_heads": 8},  # times 16 is twice the hidden size
     # without experts, which vLLM does not compute on a CPU
@@ -78,13 +86,18 @@ MORE["mistral4"] = {
         "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
     },
 }  # fmt: skip
-ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
+# families that vLLM runs by transformers' code, for which no other test has a configuration
+OF_TRANSFORMERS = {
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2}, "olmo2": {}, "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}  # fmt: skip
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4, 6, 6], "mini": [4, 2, 2]}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
 TOKENS = 40  # more than a window
 SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
+LARGE = {"gemma3n": {"max_model_len": 2048, "kv_cache_memory_bytes": 128 << 20}}  # of many tokens for each image
 # vLLM takes one video of GLM-4V in a prompt, and rounds the times of GLM-OCR's frames to seconds
 ONE_CLIP = [
     ([{**test_every_family.clip(4, 17, 33), "fps": 2}], [test_every_family.image(20, 20)], "<video> or <image>?")
@@ -111,6 +124,14 @@ def seeing(family, reader):
         vision["default_output_length"] = vision["num_soft_tokens"] = 70  # published configs have it
         text["use_bidirectional_attention"] = None  # vLLM has no other attention on a CPU
         del text["per_layer_config"]  # made from global_head_dim
+    if family == "gemma3n":  # published configs have the media's own tokens after those of the tokenizer
+        config["vision_soft_tokens_per_image"], config["audio_soft_tokens_per_image"] = 256, 188
+        vision["model_args"]["msfa_output_resolution"] = 16
+        vision["vocab_offset"], config["audio_config"]["vocab_offset"] = (
+            len(reader.tokenizer),
+            len(reader.tokenizer) + 20,
+        )
+        text["vocab_size"], text["vocab_size_per_layer_input"] = len(reader.tokenizer) + 24, len(reader.tokenizer)
     if family == "mistral4":
         config["tie_word_embeddings"] = False
     if "omni" in family:  # the rest is what published configs say
@@ -123,7 +144,7 @@ def seeing(family, reader):
 
 
 def of_text(family, reader):
-    config = BASE | TEXT[family] | WIDE | MORE.get(family, {})
+    config = BASE | (TEXT | OF_TRANSFORMERS)[family] | WIDE | MORE.get(family, {})
     config |= dict.fromkeys([name for name in config if "vocab_size" in name], len(reader))
     config = AutoConfig.for_model(family, **config)
     return seeded(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager"))
@@ -149,8 +170,12 @@ def as_published(family, file):
 def build(family, path):
     if family in family_processors.FAMILIES:
         reader = family_processors.FAMILIES[family]()
+        if family == "gemma3n":  # vLLM has the numbers of its tokens in its code
+            images = SiglipImageProcessor(size={"height": 256, "width": 256})
+            sizes = {"audio_seq_length": 188, "image_seq_length": 256}
+            reader = Gemma3nProcessor(reader.feature_extractor, images, reader.tokenizer, **sizes)
         reader.chat_template = reader.tokenizer.chat_template
-        if family == "gemma3":  # vLLM looks for tokens that its own tokenizer has
+        if family in ("gemma3", "gemma3n"):  # vLLM looks for tokens that its own tokenizer has
             reader.tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])
         model = seeing(family, reader)
     else:
@@ -196,30 +221,56 @@ def measure(family, path):
     prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     register(path)
     try:
-        rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)
+        size = SIZE | LARGE.get(family, {})
+        rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **size)
     except ValueError as error:
         return {"error": str(error)}
 
-    def distance():
-        batch = collate(rollout.generate(prompts, SAMPLING, n=2))
-        return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
-
     facts = {"cache": [cache_bytes(model.config, TOKENS), cache_of_vllm(rollout, TOKENS)]}
+    facts["module"] = rollout.llm.apply_model(lambda of_vllm: type(of_vllm).__module__)[0]
     try:
-        facts["start"] = distance()
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.mul_(1.125).copy_(parameter.bfloat16())  # numbers that vLLM can represent in either dtype
-            for buffer in buffers_of_files(engine.module):
-                buffer.copy_(torch.linspace(1, -1, buffer.numel()))
-        facts["unsynced"] = distance()
-        rollout.update_weights(engine.get_per_tensor_param())
-        facts["synced"] = distance()
+        facts |= distances(engine, rollout, prompts)
         if rollout.weight_dtype == torch.bfloat16:
             facts |= changed_by_casts(engine, rollout)
     except ValueError as error:
         facts["error"] = str(error)
     rollout.close()
+    return facts
+
+
+def distances(engine, rollout, prompts):
+    """max |sampler's - trainer's logprob| at each stage."""
+
+    def distance():
+        batch = collate(rollout.generate(prompts, SAMPLING, n=2))
+        return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
+
+    facts = {"start": distance()}
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(1.125).copy_(parameter.bfloat16())  # numbers that vLLM can represent in either dtype
+        for buffer in buffers_of_files(engine.module):
+            buffer.copy_(torch.linspace(1, -1, buffer.numel()))
+    facts["unsynced"] = distance()
+    rollout.update_weights(engine.get_per_tensor_param())
+    return facts | {"synced": distance()}
+
+
+def measure_on_server(family, path, port):
+    """The same for a language model on a server, to which weights are sent in pieces."""
+    build(family, path)
+    tokenizer, model = load_processor(str(path)), load_model(str(path))
+    suppressed = suppressed_token_ids(model.config, tokenizer)
+    engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, temperature=SAMPLING.temperature)
+    prompts = [encode_prompt(tokenizer, {"question": f"how many {i}?"}, group_id=i) for i in range(3)]
+    options = ["--max-model-len", "256", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(16 << 20)]
+    options += ["--block-size", "32"]
+    with serving(str(path), port=port, logs=path, options=options) as servers:
+        rollout = make_rollout(
+            "vllm_server", model=str(path), processor=tokenizer, urls=list(servers), bucket_bytes=1 << 15, timeout=200
+        )
+        facts = distances(engine, rollout, prompts)
+        rollout.close()
     return facts
 
 
@@ -304,8 +355,6 @@ def positions(name, family):
 
 def facts_of(folder, name):
     what, which, *other_cpu = name.split("/")
-    if what == "models":
-        return {"absent": absent_families()}
     if what == "names":
         folder.joinpath(name).mkdir(parents=True)
         return {"kept": vllm_names.parameters_without_weights(which, folder / name)}
@@ -316,9 +365,3 @@ def facts_of(folder, name):
     has_amx = torch.cpu._is_amx_tile_supported()
     with mock.patch.object(torch.cpu, "_is_amx_tile_supported", lambda: not has_amx):
         return measure(which, folder / f"{which}-other_cpu")
-
-
-def absent_families():
-    from vllm import ModelRegistry
-
-    return [name for name, kind in ABSENT.items() if kind not in ModelRegistry.models]

@@ -107,7 +107,18 @@ def test_a_family_whose_weights_vllm_does_not_update_is_refused(connect, process
     with VllmStandin() as a:
         with pytest.raises(
             ValueError,
-            match="model: expected a family whose weights vLLM replaces completely, got gpt_oss; use rollout",
+            match="model: expected a family whose weights vLLM replaces completely on a GPU, got gpt_oss; use rollout",
         ):
             connect(a, model=str(tmp_path / "tiny")).update_weights(iter(WEIGHTS))
         assert not a.paused and not a.weights
+
+
+def test_a_server_whose_class_leaves_out_weights_is_refused(connect, processor, tmp_path):
+    """Servers that rlkit.rollout.serve starts have a class that uses them."""
+    text = {"vocab_size": len(processor.tokenizer), "num_hidden_layers": 1}
+    AutoConfig.for_model("gemma3n_text", **text).save_pretrained(tmp_path / "tiny")
+    with VllmStandin() as a:
+        with pytest.raises(ValueError, match="expected a server that rlkit.rollout.serve started for gemma3n_text"):
+            connect(a, model=str(tmp_path / "tiny"))
+        a.dtype = "float32"
+        connect(a, model=str(tmp_path / "tiny"))

@@ -21,7 +21,7 @@ from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.serve import command, serving
 from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512, with_family_options
-from rlkit.rollout.vllm_families import check_weight_updates_work
+from rlkit.rollout.vllm_families import check_weight_updates_work, runs_by_transformers
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 from rlkit.vlm.families import has_bidirectional_images
 from rlkit.vlm.loading import load_config
@@ -32,13 +32,14 @@ TOLERANCE = 2e-5  # seen: 1.1e-5 for merged adapters on a CPU without AVX, below
 FAMILIES = [
     "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
     "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
-    "deepseek_v3", "gemma4",
+    "deepseek_v3", "gemma4", "gpt_oss", "olmo3",
 ]  # fmt: skip
 # the rest runs by `make families`
 MORE_FAMILIES = [
-    "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "gemma4_unified", "glm4_moe", "glm_ocr",
-    "granitemoehybrid", "lfm2", "lfm2_moe", "lfm2_vl", "llama4", "llama4_text", "ministral3", "mistral3", "mistral4",
-    "nemotron_h", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
+    "ernie4_5", "ernie4_5_moe", "falcon_h1", "flex_olmo", "gemma3n", "gemma3n_text", "gemma4_text", "gemma4_unified",
+    "glm46v", "glm4_moe", "glm_ocr", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm2_vl", "llama4", "llama4_text",
+    "ministral3", "mistral3", "mistral4", "nemotron_h", "olmo2", "paddleocr_vl", "qwen2_5_omni_thinker",
+    "qwen3_omni_moe_thinker", "seed_oss", "smollm3",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]
@@ -47,12 +48,12 @@ OTHER_CPU = "deepseek_v3/other_cpu"
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
-    "gemma3n_text": "expected a family whose weights vLLM uses completely",
-    "gpt_oss": "expected a family whose weights vLLM replaces completely",
-    "olmo3": "expected a family that vLLM does not run by the trainer's own class, which it changes",
+    # the last one, as vLLM keeps some state when it fails
+    "diffllama": "Layer 0 does not dispatch through the Transformers attention interface",
 }
+OF_TRANSFORMERS = "rlkit.rollout.vllm_transformers"
+BY_TRANSFORMERS = ["olmo3", "flex_olmo", "olmo2", "seed_oss", "smollm3"]  # the first is in FAMILIES
 OF_TEXT = {"qwen4_exp_text": QWEN4, "glm5_next_text": GLM5, "cohere_compass_text": COMPASS}
-ABSENT = ["glm46v", "diffllama"]  # vLLM has no model of these
 
 
 class Facts(Mapping):
@@ -81,7 +82,7 @@ def run(folder, names):
 def by_rank(tmp_path_factory):
     """Measurements of all cases, on each rank."""
     names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, *BFLOAT16, OTHER_CPU, *REFUSED])]
-    names += [*(f"positions/{name}" for name in POSITIONS), "models/known", *SPLITS, "two_ranks/recipe"]
+    names += [*(f"positions/{name}" for name in POSITIONS), *SPLITS, "two_ranks/recipe"]
     return run(tmp_path_factory.mktemp("vllm"), names)
 
 
@@ -175,7 +176,8 @@ def assert_close_in_bfloat16(facts):
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_would_sample_something_else_is_refused_by_name(alone, family):
     facts = alone[f"family/{family}"]
-    assert facts["error"].startswith(f"model: {REFUSED[family]}") and f"got {family};" in facts["error"]
+    assert facts["error"].startswith("model: expected ") and REFUSED[family] in facts["error"]
+    assert family in facts["error"]
     assert "synced" not in facts
 
 
@@ -186,8 +188,33 @@ def test_position_ids_are_vllms_with_its_rule_for_videos(alone, name):
     assert by_vllms_rule == 200 > 150 > by_transformers > 20
 
 
-def test_families_that_vllm_has_no_model_of(alone):
-    assert alone["models/known"]["absent"] == ABSENT
+def test_transformers_code_is_run_without_a_change_of_the_trainers_class(alone):
+    """vLLM's own model would decorate it, after which the trainer's model has no `do_not_compile`."""
+    by_transformers = [family for family in FAMILIES if alone[f"family/{family}"]["module"] == OF_TRANSFORMERS]
+    assert by_transformers == BY_TRANSFORMERS[:1]
+
+
+@pytest.mark.parametrize(
+    ("architectures", "options", "expected"),
+    [
+        (["Olmo3ForCausalLM"], {}, True),
+        (["Own"], {}, False),
+        (["Own"], {"model_impl": "transformers"}, True),
+        (["Unknown"], {}, True),
+        (["Unknown", "Own"], {}, False),
+        (["Unknown"], {"hf_overrides": {"architectures": ["Own"]}}, False),
+        (["Unknown"], {"hf_overrides": {"text_config": {}}}, True),
+        (None, {"hf_overrides": lambda config: config}, True),
+    ],
+)
+def test_models_that_vllm_runs_by_transformers_code(architectures, options, expected):
+    """With entries of vLLM's registry before and after a class was imported."""
+    for of_vllm in ("vllm.model_executor.models.transformers", OF_TRANSFORMERS):
+        for attributes in ({"module_name": of_vllm}, {"model_cls": SimpleNamespace(__module__=of_vllm)}):
+            own = {name: f"{value}.llama" for name, value in attributes.items() if name == "module_name"}
+            registered = {"Olmo3ForCausalLM": SimpleNamespace(**attributes), "Own": SimpleNamespace(**own)}
+            config = LlamaConfig(architectures=architectures)
+            assert runs_by_transformers(config, options, registered) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -394,7 +421,16 @@ def test_a_quantized_model_takes_no_weights():
     method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = LlamaConfig(name_or_path="some/model-FP8", quantization_config=method)
     with pytest.raises(ValueError, match="model 'some/model-FP8': expected weights that are not quantized, got fp8"):
-        check_weight_updates_work(config)
+        check_weight_updates_work(config, on_cpu=True)
+
+
+def test_gpt_oss_takes_weights_on_a_cpu_only():
+    """Some attention back ends of GPUs copy the sinks, and would keep the old ones."""
+    config = AutoConfig.for_model("gpt_oss")
+    check_weight_updates_work(config, on_cpu=True)
+    expected = "^model: expected a family whose weights vLLM replaces completely on a GPU, got gpt_oss; use rollout"
+    with pytest.raises(ValueError, match=expected):
+        check_weight_updates_work(config, on_cpu=False)
 
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):

@@ -40,7 +40,7 @@ from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, image_dat
 from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
 from rlkit.rollout.vllm import SUPPORTED_RANGE, is_supported
-from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights_are_used
+from rlkit.rollout.vllm_families import NEED_OWN_MODEL, check_weight_updates_work
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_image_attention,
@@ -119,7 +119,8 @@ class VllmServerRollout(ServerRollout):
                 of the model are quantized.
             RuntimeError: a server did not receive the weights. The servers stay paused until another call succeeds.
         """
-        check_weight_updates_work(self.config)
+        on_cpu = all(server.device == "cpu" for server in self.pool.servers)
+        check_weight_updates_work(self.config, on_cpu=on_cpu)
         super().update_weights(weights)
         self.adapter = None
 
@@ -214,7 +215,6 @@ class VllmServerRollout(ServerRollout):
     async def _handshake(self, server: Server) -> tuple[int, int]:
         request = self.pool.request
         check_suppressed_token_ids(self.suppressed_token_ids)
-        check_weights_are_used(self.config)
         try:
             version = (await request(server, "GET", "/version"))["version"]
             card = (await request(server, "GET", "/v1/models"))["data"][0]
@@ -233,6 +233,11 @@ class VllmServerRollout(ServerRollout):
         if not paused:
             await self._check_logprobs(server)
         server.dtype, server.device = await self._dtype_and_device(server)
+        if server.device is None and self.config.model_type in NEED_OWN_MODEL:
+            raise ValueError(
+                f"{server.url}: expected a server that rlkit.rollout.serve started for {self.config.model_type}, of "
+                f"which vLLM's own class leaves out weights, got another. {self.start_hint}"
+            )
         return card["max_model_len"], weight_version
 
     async def _dtype_and_device(self, server: Server) -> tuple[str | None, str | None]:
