@@ -99,7 +99,9 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
     if (step + 1) % cfg.save_every and step + 1 != cfg.steps and not ends:
         return
     run.phase("checkpoint")
-    extra = {"step": step + 1, "first_mismatch": run.first_mismatch, **(state or {})}
+    extra = {"step": step + 1, **(state or {})}
+    if run.first_mismatch is not None:
+        extra["first_mismatch"] = run.first_mismatch
     for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
         try:
             engine.save_checkpoint(run.out / folder / f"step_{step + 1}", extra)
