@@ -9,6 +9,7 @@ To pass a model on, use `export_hf`.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 import warnings
@@ -249,6 +250,20 @@ def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(gpu, device)
 
 
+def scheduler_state(scheduler: Any) -> dict[str, bytes]:
+    """The state of a learning-rate scheduler, under its name in a checkpoint; empty for None.
+
+    It is pickled, because JSON and torch.distributed.checkpoint would turn its integer keys into strings.
+    """
+    return {} if scheduler is None else {"scheduler": pickle.dumps(scheduler.state_dict())}
+
+
+def set_scheduler_state(state: Mapping[str, Any], scheduler: Any) -> None:
+    """Restore `scheduler_state` from a checkpoint; one of an engine without a scheduler does not have it."""
+    if scheduler is not None and "scheduler" in state:
+        scheduler.load_state_dict(pickle.loads(state["scheduler"]))
+
+
 class _OneTensorReader(dcp.FileSystemReader):
     """Frees each tensor that it has read before it reads the next; torch's reader holds two tensors of a file.
 
@@ -305,6 +320,7 @@ class TensorReader:
 
     Attributes:
         saved: the `extra` of the checkpoint, see `read_manifest`, which checks the files.
+        names: of all that was saved.
         shapes: of the tensors in the checkpoint, by their names there.
     """
 
@@ -312,6 +328,7 @@ class TensorReader:
         self.saved = read_manifest(path)
         self.path, self._reader = path, _OneTensorReader(path)
         saved = _metadata(path, self._reader).state_dict_metadata
+        self.names = set(saved)
         self.shapes = {name: x.size for name, x in saved.items() if isinstance(x, TensorStorageMetadata)}
 
     def fill(self, state: dict[str, Any]) -> None:
@@ -344,7 +361,7 @@ class TensorReader:
 
 
 def tensor_names(path: str | Path) -> set[str]:
-    """The names of the tensors in a checkpoint.
+    """The names of the tensors, and of all else that torch saved, in a checkpoint.
 
     Raises:
         ValueError: its metadata cannot be read.

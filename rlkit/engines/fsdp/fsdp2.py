@@ -491,9 +491,13 @@ class Fsdp2Engine:
             extra: returned by `load_checkpoint`.
         """
         self._reshard()
-        schedule = self.scheduler.state_dict() if self.scheduler is not None else None
         with self._state_on_device():
-            checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})})
+            is_new = self.optimizer is not None and not self.optimizer.state
+            state = self._state()
+            if self.optimizer is not None and is_new:  # torch has made moments by a step with zero gradients
+                self.optimizer.state.clear()
+                state["optimizer"]["state"] = {}
+            checkpoint.save(path, state, {"extra": dict(extra or {})})
 
     @_needs_weights
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -508,7 +512,7 @@ class Fsdp2Engine:
             state = self._state()
             saved_names = checkpoint.tensor_names(path)
             checkpoint.check_parameter_names(path, saved_names, state["model"])
-            state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in saved_names}
+            state = {name: x for name, x in state.items() if name in {"model", "optimizer", *saved_names}}
             checkpoint.leave_out_unsaved_moments(state["optimizer"], saved_names)
             checkpoint.load(path, state)
             set_state_dict(
@@ -518,8 +522,7 @@ class Fsdp2Engine:
                 optim_state_dict=state["optimizer"],
                 options=StateDictOptions(strict=False),
             )
-        if self.scheduler is not None and saved["scheduler"] is not None:
-            self.scheduler.load_state_dict(saved["scheduler"])
+        checkpoint.set_scheduler_state(state, self.scheduler)
         checkpoint.set_random_states(state, self.device)
         return saved["extra"]
 
@@ -529,7 +532,8 @@ class Fsdp2Engine:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
                 model.pop(name, None)  # a frozen output layer that is tied to the embedding
-        return {"model": model, "optimizer": optim, **checkpoint.random_states(self.device)}
+        state = {"model": model, "optimizer": optim, **checkpoint.scheduler_state(self.scheduler)}
+        return state | checkpoint.random_states(self.device)
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
