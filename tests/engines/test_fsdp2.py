@@ -590,6 +590,32 @@ def test_adapters_train_in_bfloat16_after_the_reference_has_scored(tiny_dir, pro
     assert {x.dtype for x in gradients(engine).values()} == {torch.float32}
 
 
+def test_frozen_adapter_matrices_stay_frozen_after_the_reference_has_scored(tiny_dir, processor):
+    """peft makes all weights of the adapters trainable when it enables them again."""
+    model = lora(load_model(tiny_dir), 4, 8)
+    freeze(model, "lora_A")
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    engine = engine_for(tiny_dir, model=model)
+    with pytest.raises(ZeroDivisionError), engine.disable_adapter():
+        _ = 1 / 0
+    assert [name for name, p in engine.module.named_parameters() if p.requires_grad] == trainable
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_gradients_of_weights_that_the_optimizer_does_not_have_are_left_out(tiny_dir, processor, backend):
+    """They were added up over steps and counted in clipping."""
+    batch = make_batch(processor)
+
+    def norms_of(optimizer):
+        engine = engine_for(tiny_dir, backend=backend, optimizer=optimizer, keep_gradients=False)
+        return [engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))["grad_norm"] for _ in range(3)]
+
+    whole = norms_of(lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    parts = [norms_of(lambda ps, i=i: torch.optim.SGD([*ps][i::2], lr=0.0)) for i in range(2)]
+    assert len(set(parts[0])) == len(set(parts[1])) == 1
+    assert math.hypot(parts[0][0], parts[1][0]) == pytest.approx(whole[0], rel=1e-5)
+
+
 def test_scoring_leaves_no_gathered_weights(tiny_dir, processor):
     """The root unit, with the embeddings and the output layer, stays gathered after a forward."""
     engine = engine_for(tiny_dir, compute_dtype=torch.bfloat16)

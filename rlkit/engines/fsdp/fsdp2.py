@@ -218,6 +218,7 @@ class Fsdp2Engine:
             loss, micro_batch_metrics = compute_loss(loss_fn, out, micro_batch.to(self.device))
             loss.backward()
             metrics.append(micro_batch_metrics)
+        self._drop_untrained_gradients()
         if self.replicated:
             all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
         grad_norm = self._clip().item()
@@ -294,6 +295,13 @@ class Fsdp2Engine:
             return outputs_from_hidden(hidden, self._head, inputs.targets, outputs, functions, **options)
         logits = model_logits(self.module, inputs)
         return outputs_from_logits(logits, inputs.targets, outputs, functions, **options)
+
+    def _drop_untrained_gradients(self) -> None:
+        """Drop gradients of weights that the optimizer does not have: it would neither use them nor drop them."""
+        trained = {p for group in self.optimizer.param_groups for p in group["params"]} if self.optimizer else set()
+        for parameter in self.module.parameters():
+            if parameter not in trained:
+                parameter.grad = None
 
     def _clip(self) -> Tensor:
         """Scale gradients down to `max_grad_norm`; returns the norm before that."""
@@ -470,11 +478,14 @@ class Fsdp2Engine:
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
         self._reshard()
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        with self.module.disable_adapter():  # peft freezes the adapters here
-            for parameter in trainable:  # but FSDP looks up in its first forward which weights train, and their dtype
-                parameter.requires_grad_(True)
-            yield
+        trains = {parameter: parameter.requires_grad for parameter in self.module.parameters()}
+        try:
+            with self.module.disable_adapter():  # peft freezes the adapters here
+                # but FSDP looks up in its first forward which weights train, and their dtype
+                _set_requires_grad(trains)
+                yield
+        finally:
+            _set_requires_grad(trains)  # peft makes all adapters trainable, also frozen ones
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
@@ -684,6 +695,11 @@ class Fsdp2ValueEngine(Fsdp2Engine):
         if logit_functions:
             raise ValueError(f"logit_functions: expected none for a value head, got {', '.join(logit_functions)}")
         return {"values": model_logits(self.module, inputs)[:, 0]}
+
+
+def _set_requires_grad(trains: Mapping[nn.Parameter, bool]) -> None:
+    for parameter, train in trains.items():
+        parameter.requires_grad_(train)
 
 
 def _full_tensors_in(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[Tensor]:
