@@ -50,7 +50,7 @@ def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any]) -> None
 
     Raises:
         CheckpointNotWritten: on all ranks, also if it is one rank that could not write, or a weight in `state["model"]`
-            is nan or infinite.
+            is nan or infinite, or rank 0 does not see the files that another rank has written.
     """
     path = Path(path)
     if problem := first_problem(_not_finite(state.get("model", {}))):
@@ -71,6 +71,9 @@ def _write(part: Path, path: Path, state: dict[str, Any], extra: dict[str, Any])
 
     Returns:
         The first error of any rank, on all ranks; an empty string if there is none.
+
+    Raises:
+        CheckpointNotWritten: on all ranks, if machines write to directories of their own.
     """
     problem, checksums = "", {}
     try:
@@ -81,6 +84,11 @@ def _write(part: Path, path: Path, state: dict[str, Any], extra: dict[str, Any])
     if problem := first_problem(problem):
         return problem
     all_checksums = {name: checksum for of_rank in gather_objects(checksums) for name, checksum in of_rank.items()}
+    if problem := problem_of_rank_0(lambda: [(part / name).stat() for name in all_checksums]):
+        shutil.rmtree(part, ignore_errors=True)  # on each machine
+        raise CheckpointNotWritten(
+            f"checkpoint {path}: expected it on a file system that all machines share, got on rank 0: {problem}"
+        )
     return problem_of_rank_0(lambda: _complete(part, path, all_checksums, extra))
 
 
@@ -155,7 +163,7 @@ def _checksum(file: Path) -> str:
 
 def _complete(part: Path, path: Path, checksums: Mapping[str, str], extra: dict[str, Any]) -> None:
     """Write the manifest, with a checksum of its own, and rename the directory."""
-    files = {file.name: file.stat().st_size for file in sorted(part.iterdir())}
+    files = {name: (part / name).stat().st_size for name in sorted(checksums)}
     content = {"files": files, "checksums": {name: checksums[name] for name in files}, "extra": extra}
     (part / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum_of(content)}, indent=1))
     replace_directory(part, path)
