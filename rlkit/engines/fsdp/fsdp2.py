@@ -43,6 +43,7 @@ from rlkit.engines.fsdp.sharding import (
     check_uniform_dtypes,
     fsdp_units,
     make_device_mesh,
+    reduce_unused_experts,
     unsplit_modules,
 )
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
@@ -173,6 +174,7 @@ class Fsdp2Engine:
         self.optimizer = optimizer(trainable) if optimizer else None
         if optimizer:
             check_uniform_dtypes(self.module)
+            reduce_unused_experts(self.module)
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.keep_gradients, self.offload_between_phases = keep_gradients, offload_between_phases
         self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
