@@ -168,6 +168,7 @@ class Fsdp2Engine:
         if has_meta_weights(model):
             self.module = self._shard(model, self.compute_dtype, mesh)
             load_sharded_weights(self.base, self.device)
+            self.module = _on_device(self.module, self.device)  # buffers, adapters and a value head
         else:
             self.module = self._shard(_on_device(model, self.device), self.compute_dtype, mesh)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
