@@ -9,6 +9,7 @@ To pass a model on, use `export_hf`.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 import warnings
@@ -49,7 +50,7 @@ def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any]) -> None
 
     Raises:
         CheckpointNotWritten: on all ranks, also if it is one rank that could not write, or a weight in `state["model"]`
-            is nan or infinite.
+            is nan or infinite, or rank 0 does not see the files that another rank has written.
     """
     path = Path(path)
     if problem := first_problem(_not_finite(state.get("model", {}))):
@@ -70,6 +71,9 @@ def _write(part: Path, path: Path, state: dict[str, Any], extra: dict[str, Any])
 
     Returns:
         The first error of any rank, on all ranks; an empty string if there is none.
+
+    Raises:
+        CheckpointNotWritten: on all ranks, if machines write to directories of their own.
     """
     problem, checksums = "", {}
     try:
@@ -80,6 +84,11 @@ def _write(part: Path, path: Path, state: dict[str, Any], extra: dict[str, Any])
     if problem := first_problem(problem):
         return problem
     all_checksums = {name: checksum for of_rank in gather_objects(checksums) for name, checksum in of_rank.items()}
+    if problem := problem_of_rank_0(lambda: [(part / name).stat() for name in all_checksums]):
+        shutil.rmtree(part, ignore_errors=True)  # on each machine
+        raise CheckpointNotWritten(
+            f"checkpoint {path}: expected it on a file system that all machines share, got on rank 0: {problem}"
+        )
     return problem_of_rank_0(lambda: _complete(part, path, all_checksums, extra))
 
 
@@ -154,7 +163,7 @@ def _checksum(file: Path) -> str:
 
 def _complete(part: Path, path: Path, checksums: Mapping[str, str], extra: dict[str, Any]) -> None:
     """Write the manifest, with a checksum of its own, and rename the directory."""
-    files = {file.name: file.stat().st_size for file in sorted(part.iterdir())}
+    files = {name: (part / name).stat().st_size for name in sorted(checksums)}
     content = {"files": files, "checksums": {name: checksums[name] for name in files}, "extra": extra}
     (part / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum_of(content)}, indent=1))
     replace_directory(part, path)
@@ -249,6 +258,20 @@ def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(gpu, device)
 
 
+def scheduler_state(scheduler: Any) -> dict[str, bytes]:
+    """The state of a learning-rate scheduler, under its name in a checkpoint; empty for None.
+
+    It is pickled, because JSON and torch.distributed.checkpoint would turn its integer keys into strings.
+    """
+    return {} if scheduler is None else {"scheduler": pickle.dumps(scheduler.state_dict())}
+
+
+def set_scheduler_state(state: Mapping[str, Any], scheduler: Any) -> None:
+    """Restore `scheduler_state` from a checkpoint; one of an engine without a scheduler does not have it."""
+    if scheduler is not None and "scheduler" in state:
+        scheduler.load_state_dict(pickle.loads(state["scheduler"]))
+
+
 class _OneTensorReader(dcp.FileSystemReader):
     """Frees each tensor that it has read before it reads the next; torch's reader holds two tensors of a file.
 
@@ -305,6 +328,7 @@ class TensorReader:
 
     Attributes:
         saved: the `extra` of the checkpoint, see `read_manifest`, which checks the files.
+        names: of all that was saved.
         shapes: of the tensors in the checkpoint, by their names there.
     """
 
@@ -312,6 +336,7 @@ class TensorReader:
         self.saved = read_manifest(path)
         self.path, self._reader = path, _OneTensorReader(path)
         saved = _metadata(path, self._reader).state_dict_metadata
+        self.names = set(saved)
         self.shapes = {name: x.size for name, x in saved.items() if isinstance(x, TensorStorageMetadata)}
 
     def fill(self, state: dict[str, Any]) -> None:
@@ -344,7 +369,7 @@ class TensorReader:
 
 
 def tensor_names(path: str | Path) -> set[str]:
-    """The names of the tensors in a checkpoint.
+    """The names of the tensors, and of all else that torch saved, in a checkpoint.
 
     Raises:
         ValueError: its metadata cannot be read.

@@ -10,11 +10,11 @@ from typing import Any
 
 import rlkit
 from rlkit.data.samples import Sample
-from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest, problem_of_rank_0
+from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, first_problem, keep_newest, problem_of_rank_0
 from rlkit.report import write_report
 from rlkit.report.model_card import CARD, write_model_card
 from rlkit.runs.closing import closing_table
-from rlkit.runs.directory import release_directory
+from rlkit.runs.directory import decided_by_rank_0, release_directory
 from rlkit.runs.evaluation import keep_best_of_all
 from rlkit.runs.export import export_model, stop_if_not_written
 from rlkit.runs.hub import command_line, push_model, pushed_folder
@@ -37,13 +37,17 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: all checkpoints are damaged, or one belongs to another model.
+
+    The run ends with an error message if a rank does not see the checkpoints that rank 0 sees.
     """
     end_after_step(run)
-    saved = checkpoints(run.out / POLICY) if cfg.resume else []
+    saved = decided_by_rank_0(lambda: checkpoints(run.out / POLICY)) if cfg.resume else []
     if not saved:
         if cfg.resume and run.writes:
             print(f"resume: no checkpoint in {run.out}, starting at step 0", flush=True)
         return {"step": 0}
+    if unseen := first_problem(next((str(path) for path in saved if not path.is_dir()), "")):
+        run.stop(f"resume: expected --out on a file system that all machines share, got one without {unseen}")
     damaged: dict[str, str] = {}
     for name in [path.name for path in reversed(saved)]:
         try:

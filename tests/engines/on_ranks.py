@@ -6,6 +6,7 @@ One process imports everything and forks the ranks, because importing on each ra
 ranks have the environment variables that torchrun sets, except for the process without a launcher.
 """
 
+import copy
 import json
 import os
 import socket
@@ -26,9 +27,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from family_configs import BASE, TEXT  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
 from memory import peak  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor, topk, train, with_teacher  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor, sft_loss, topk, train, with_teacher  # noqa: E402
 from rows import make_batch  # noqa: E402
 
+from rlkit.data import append_response, collate, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
@@ -92,7 +94,16 @@ CASES = {**ALONE, **LAUNCHED, **TWO}
 NAMES = {
     0: [*ALONE],
     1: [*LAUNCHED, "killed"],
-    2: ["loading", *TWO, "rebalancing", "resumed.fsdp2", "resumed.fsdp1", "exported.fsdp2", "exported.fsdp1"],
+    2: [
+        "loading",
+        *TWO,
+        "rebalancing",
+        "experts",
+        "resumed.fsdp2",
+        "resumed.fsdp1",
+        "exported.fsdp2",
+        "exported.fsdp1",
+    ],
 }
 
 
@@ -176,6 +187,42 @@ def export_buffers(out, backend):
     (out / f"exported.{backend}.{dist.get_rank()}.json").write_text(json.dumps(names))
 
 
+class SeparateExperts(torch.nn.Module):
+    """Two experts, each a module of its own as in models whose code comes from the Hub."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.experts = torch.nn.ModuleList([mlp, copy.deepcopy(mlp)])
+
+    def forward(self, hidden):
+        tokens = hidden.flatten(0, -2)
+        result = torch.zeros_like(tokens)
+        for i, expert in enumerate(self.experts):
+            chosen = (tokens[:, 0] > 0).long().eq(i).nonzero()[:, 0]
+            if len(chosen):
+                result = result.index_add(0, chosen, expert(tokens[chosen]))
+        return result.view_as(hidden)
+
+
+def train_separate_experts(out):
+    """Gradients if each rank has a row whose tokens go to another expert, and if each rank has both rows."""
+    samples = [append_response(prompt_sample([4 + i, 8 + i]), [10 + i, 6 + i, 12 + i], [-1.0] * 3) for i in range(2)]
+    found = []
+    for rows in (samples, samples[dist.get_rank() :][:1]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("qwen2", **BASE))
+        model.get_input_embeddings().weight.data[:, 0] = torch.arange(BASE["vocab_size"]) % 2 * 10.0 - 5.0
+        for layer in model.model.layers:
+            layer.mlp = SeparateExperts(layer.mlp)
+        sgd = partial(torch.optim.SGD, lr=0.0)
+        engine = make_engine("fsdp2", model=model, optimizer=sgd, keep_gradients=True, max_grad_norm=1e9)
+        engine.train_batch(collate(rows), sft_loss)
+        parameters = engine.module.named_parameters()
+        found.append({name: full_tensor(p.grad).clone() for name, p in parameters if p.grad is not None})
+    if dist.get_rank() == 0:
+        torch.save(found, out / "experts.pt")
+
+
 def peak_of_loading(model_dir, *, on_meta):
     """Peak memory of making an engine from a model's files, in bytes."""
     return peak(lambda: make_engine("fsdp2", model=load_model(model_dir, on_meta=on_meta)))
@@ -248,6 +295,8 @@ def run_case(name, model_dir, big_dir, out):
         compare_loading(big_dir, out)
     elif name == "rebalancing":
         rebalance(model_dir, out)
+    elif name == "experts":
+        train_separate_experts(out)
     elif name == "killed":
         return save(model_dir, out)
     elif name.startswith("exported."):

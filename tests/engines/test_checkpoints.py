@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from rlkit.engines import checkpoint, make_engine
 from rlkit.losses import token_mean
@@ -27,12 +28,24 @@ def weighted_loss(out, mb):
     return token_mean(weights, mb.mask, mb.total_tokens), {}
 
 
-def make_resumable(tiny_dir, *, model=None):
+def hyperbolic(optimizer):
+    return lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+
+
+def multi_step(optimizer):
+    return lr_scheduler.MultiStepLR(optimizer, [3, 4])
+
+
+def sequential(optimizer):
+    return lr_scheduler.SequentialLR(optimizer, [hyperbolic(optimizer), multi_step(optimizer)], [1])
+
+
+def make_resumable(tiny_dir, *, model=None, backend="fsdp2", scheduler=hyperbolic):
     return make_engine(
-        "fsdp2",
+        backend,
         model=model or load_model(tiny_dir),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
-        scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 1 / (1 + i)),
+        scheduler=scheduler,
     )
 
 
@@ -54,6 +67,21 @@ def test_engine_resume_is_exact(tiny_dir, processor, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
 
 
+@pytest.mark.parametrize("scheduler", [multi_step, sequential])
+def test_a_scheduler_whose_state_has_integer_keys_resumes(tiny_dir, processor, tmp_path, scheduler):
+    """MultiStepLR counts its milestones by step."""
+    batch = make_batch(processor)
+    engine, other = (make_resumable(tiny_dir, scheduler=scheduler) for _ in range(2))
+    engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    engine.save_checkpoint(tmp_path / "step_1")
+    other.load_checkpoint(tmp_path / "step_1")
+    rates = []
+    for _ in range(4):
+        rates.append(engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))["lr"])
+        assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy"))["lr"] == rates[-1]
+    assert rates[-1] < rates[1] / 5
+
+
 def test_resume_after_steps_in_which_a_part_of_the_model_was_not_used(tiny_dir, processor, tmp_path):
     """The optimizer has no moments of the vision tower if no row before the checkpoint had an image."""
     text, images = make_batch(processor, answers=(2,), sizes=(None,)), make_batch(processor)
@@ -66,6 +94,22 @@ def test_resume_after_steps_in_which_a_part_of_the_model_was_not_used(tiny_dir, 
     for batch in (text, images, images):
         expected = engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
         assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_a_save_before_the_first_step_changes_nothing(tiny_dir, processor, tmp_path, backend):
+    """The optimizer has no moments yet, and its first step is still the first for AdamW's bias correction."""
+    batch = make_batch(processor)
+    never_saved, engine, other = (make_resumable(tiny_dir, backend=backend) for _ in range(3))
+    engine.save_checkpoint(tmp_path / "step_0")
+    assert not any(name.startswith("optimizer.state.") for name in checkpoint.tensor_names(tmp_path / "step_0"))
+    other.load_checkpoint(tmp_path / "step_0")
+    for _ in range(3):
+        expected = never_saved.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+        assert engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
+        assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
+    other.load_checkpoint(tmp_path / "step_0")
+    assert not other.optimizer.state
 
 
 def test_a_save_that_fails_at_its_end_is_reported(tiny_dir, tmp_path):

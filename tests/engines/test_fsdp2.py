@@ -11,12 +11,16 @@ import pytest
 import torch
 from PIL import Image
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 
 from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine, offload, register_engine
+from rlkit.engines.distributed import init_distributed
+from rlkit.engines.fsdp.sharding import reduce_unused_experts
 from rlkit.engines.packing.attention import AttentionOptions, varlen_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
@@ -588,6 +592,45 @@ def test_adapters_train_in_bfloat16_after_the_reference_has_scored(tiny_dir, pro
     metrics = engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
     assert metrics["skipped_steps"] == 0
     assert {x.dtype for x in gradients(engine).values()} == {torch.float32}
+
+
+def test_frozen_adapter_matrices_stay_frozen_after_the_reference_has_scored(tiny_dir, processor):
+    """peft makes all weights of the adapters trainable when it enables them again."""
+    model = lora(load_model(tiny_dir), 4, 8)
+    freeze(model, "lora_A")
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    engine = engine_for(tiny_dir, model=model)
+    with pytest.raises(ZeroDivisionError), engine.disable_adapter():
+        _ = 1 / 0
+    assert [name for name, p in engine.module.named_parameters() if p.requires_grad] == trainable
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_gradients_of_weights_that_the_optimizer_does_not_have_are_left_out(tiny_dir, processor, backend):
+    """They were added up over steps and counted in clipping."""
+    batch = make_batch(processor)
+
+    def norms_of(optimizer):
+        engine = engine_for(tiny_dir, backend=backend, optimizer=optimizer, keep_gradients=False)
+        return [engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))["grad_norm"] for _ in range(3)]
+
+    whole = norms_of(lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    parts = [norms_of(lambda ps, i=i: torch.optim.SGD([*ps][i::2], lr=0.0)) for i in range(2)]
+    assert len(set(parts[0])) == len(set(parts[1])) == 1
+    assert math.hypot(parts[0][0], parts[1][0]) == pytest.approx(whole[0], rel=1e-5)
+
+
+def test_separate_experts_on_several_ranks_need_a_newer_torch(monkeypatch):
+    """On two ranks with this torch: `test_ranks.py`."""
+    init_distributed("cpu")
+    experts = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    model = fully_shard(torch.nn.Sequential(experts), mesh=init_device_mesh("cpu", (1,)))
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    reduce_unused_experts(model)  # there is no other rank
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"torch: expected version 2\.13 or newer to train 0\.experts on"):
+        reduce_unused_experts(model)
+    reduce_unused_experts(model.requires_grad_(False))
 
 
 def test_scoring_leaves_no_gathered_weights(tiny_dir, processor):

@@ -117,6 +117,16 @@ def test_rows_are_rebalanced_across_ranks(out):
     assert all(re.fullmatch(expected, rank["error"]) for rank in ranks)
 
 
+def test_experts_that_only_one_rank_uses(out):
+    """FSDP2 pairs the gradients of a unit by position, so that ranks added those of different experts."""
+    require(out, "experts")
+    expected, found = torch.load(out / "experts.pt", weights_only=True)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.any() or ".experts." not in name, name
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("case", ["data_2", "data_2_value", "fsdp1_data_2"])
 def test_checkpoint_of_two_ranks_resumes_on_one(tiny_dir, out, case):
     losses = on_ranks.CASES[case].losses

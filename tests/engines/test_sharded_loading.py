@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.fsdp import fsdp2
+from rlkit.engines.fsdp.sharding import make_device_mesh
 from rlkit.engines.value_head import load_value_model, with_value_head
 from rlkit.runs import TrainingOptions, build_scorer
 from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
@@ -123,6 +126,23 @@ def test_frozen_with_adapters_and_with_a_value_head(tiny_dir, tmp_path):
     assert expected.any()
     # where a file's tensors begin in memory changes how products are rounded
     torch.testing.assert_close(again.infer_batch(batch)["values"], expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["language_model", "value_model", "adapters"])
+def test_what_is_not_read_from_files_is_moved_to_the_device(saved, monkeypatch, kind):
+    """Buffers, adapters and a value head, on one rank, whose model FSDP does not wrap; here to the meta device."""
+    init_distributed("cpu")
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    monkeypatch.setattr(fsdp2, "init_distributed", lambda device: meta)
+    monkeypatch.setattr(fsdp2, "make_device_mesh", lambda device, *sizes: make_device_mesh(cpu, *sizes))
+    monkeypatch.setattr(fsdp2, "load_sharded_weights", lambda base, device: None)  # they are there already
+    model = (load_value_model if kind == "value_model" else load_model)(saved("qwen2"), on_meta=True)
+    model = lora(model, 4, 8) if kind == "adapters" else model
+    engine_class = fsdp2.Fsdp2ValueEngine if kind == "value_model" else fsdp2.Fsdp2Engine
+    module = engine_class(model=model, compute_dtype=torch.float32).module
+    assert not isinstance(module, FSDPModule)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    assert [name for name, x in tensors.items() if not x.is_meta] == []
 
 
 def error_of(path, load=load_model):

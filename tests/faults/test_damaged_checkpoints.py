@@ -152,6 +152,7 @@ def test_the_checksums_are_in_the_manifest(run):
 
 
 TWO_RANKS = """
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -205,6 +206,20 @@ def on_rank():
     if run.writes:
         rename(folder / "step_4", folder / "step_4.old")
     expect_error("not restored", checkpoint.read_manifest, folder / "step_4")
+    Path.rename = rename
+    disk = run.out.with_name(f"disk_{dist.get_rank()}")
+    disk.mkdir()
+    os.chdir(disk)
+    run = Run("run", {}, writes=dist.get_rank() == 0)
+    expect_error("not shared", checkpoints.save, cfg, run, 0, checkpoints=Engine())
+    print(f"rank {dist.get_rank()} left {[path.name for path in Path('run/checkpoints').iterdir()]}", flush=True)
+    for rank in (1, 0):
+        if dist.get_rank() == rank:
+            Path("run/checkpoints/step_1").mkdir()
+        dist.barrier()
+        expect_error(f"step_1 of rank {rank}", lambda: print(checkpoints.resume(cfg, run, checkpoints=Engine())))
+        if dist.get_rank() == rank:
+            Path("run/checkpoints/step_1").rmdir()
     dist.destroy_process_group()
 fork_ranks(on_rank, 2)
 """
@@ -225,3 +240,11 @@ def test_all_ranks_go_back_together(tmp_path):
         assert f"rank {rank} not set aside SystemExit " in done.stdout, done.stdout
         assert f"rank {rank} not restored OSError checkpoint {folder}/step_4: expected to" in done.stdout, done.stdout
     assert done.stdout.count("got: read-only") == 6, done.stdout
+    assert done.stdout.count("{'step': 0}") == 2, done.stdout  # a new run, also for rank 1, which has a checkpoint
+    shared = "a file system that all machines share, got"
+    for rank in (0, 1):  # as on two machines, each rank has its own disk
+        expected = f"rank {rank} not shared SystemExit run: checkpoint run/checkpoints/step_1: expected it on "
+        assert f"{expected}{shared} on rank 0: [Errno 2]" in done.stdout, done.stdout
+        assert f"rank {rank} left []" in done.stdout, done.stdout
+        expected = f"rank {rank} step_1 of rank 0 SystemExit run: resume: expected --out on {shared} one without run/"
+        assert expected in done.stdout, done.stdout

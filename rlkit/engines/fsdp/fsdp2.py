@@ -43,6 +43,7 @@ from rlkit.engines.fsdp.sharding import (
     check_uniform_dtypes,
     fsdp_units,
     make_device_mesh,
+    reduce_unused_experts,
     unsplit_modules,
 )
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
@@ -167,12 +168,14 @@ class Fsdp2Engine:
         if has_meta_weights(model):
             self.module = self._shard(model, self.compute_dtype, mesh)
             load_sharded_weights(self.base, self.device)
+            self.module = _on_device(self.module, self.device)  # buffers, adapters and a value head
         else:
             self.module = self._shard(_on_device(model, self.device), self.compute_dtype, mesh)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
         if optimizer:
             check_uniform_dtypes(self.module)
+            reduce_unused_experts(self.module)
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.keep_gradients, self.offload_between_phases = keep_gradients, offload_between_phases
         self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
@@ -218,6 +221,7 @@ class Fsdp2Engine:
             loss, micro_batch_metrics = compute_loss(loss_fn, out, micro_batch.to(self.device))
             loss.backward()
             metrics.append(micro_batch_metrics)
+        self._drop_untrained_gradients()
         if self.replicated:
             all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
         grad_norm = self._clip().item()
@@ -296,6 +300,13 @@ class Fsdp2Engine:
             return outputs_from_hidden(hidden, self._head, inputs.targets, outputs, functions, **options)
         logits = model_logits(self.module, inputs)
         return outputs_from_logits(logits, inputs.targets, outputs, functions, **options)
+
+    def _drop_untrained_gradients(self) -> None:
+        """Drop gradients of weights that the optimizer does not have: it would neither use them nor drop them."""
+        trained = {p for group in self.optimizer.param_groups for p in group["params"]} if self.optimizer else set()
+        for parameter in self.module.parameters():
+            if parameter not in trained:
+                parameter.grad = None
 
     def _clip(self) -> Tensor:
         """Scale gradients down to `max_grad_norm`; returns the norm before that."""
@@ -472,11 +483,14 @@ class Fsdp2Engine:
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
         self._reshard()
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        with self.module.disable_adapter():  # peft freezes the adapters here
-            for parameter in trainable:  # but FSDP looks up in its first forward which weights train, and their dtype
-                parameter.requires_grad_(True)
-            yield
+        trains = {parameter: parameter.requires_grad for parameter in self.module.parameters()}
+        try:
+            with self.module.disable_adapter():  # peft freezes the adapters here
+                # but FSDP looks up in its first forward which weights train, and their dtype
+                _set_requires_grad(trains)
+                yield
+        finally:
+            _set_requires_grad(trains)  # peft makes all adapters trainable, also frozen ones
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
@@ -493,9 +507,13 @@ class Fsdp2Engine:
             extra: returned by `load_checkpoint`.
         """
         self._reshard()
-        schedule = self.scheduler.state_dict() if self.scheduler is not None else None
         with self._state_on_device():
-            checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})})
+            is_new = self.optimizer is not None and not self.optimizer.state
+            state = self._state()
+            if self.optimizer is not None and is_new:  # torch has made moments by a step with zero gradients
+                self.optimizer.state.clear()
+                state["optimizer"]["state"] = {}
+            checkpoint.save(path, state, {"extra": dict(extra or {})})
 
     @_needs_weights
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -510,7 +528,7 @@ class Fsdp2Engine:
             state = self._state()
             saved_names = checkpoint.tensor_names(path)
             checkpoint.check_parameter_names(path, saved_names, state["model"])
-            state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in saved_names}
+            state = {name: x for name, x in state.items() if name in {"model", "optimizer", *saved_names}}
             checkpoint.leave_out_unsaved_moments(state["optimizer"], saved_names)
             checkpoint.load(path, state)
             set_state_dict(
@@ -520,8 +538,7 @@ class Fsdp2Engine:
                 optim_state_dict=state["optimizer"],
                 options=StateDictOptions(strict=False),
             )
-        if self.scheduler is not None and saved["scheduler"] is not None:
-            self.scheduler.load_state_dict(saved["scheduler"])
+        checkpoint.set_scheduler_state(state, self.scheduler)
         checkpoint.set_random_states(state, self.device)
         return saved["extra"]
 
@@ -531,7 +548,8 @@ class Fsdp2Engine:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
                 model.pop(name, None)  # a frozen output layer that is tied to the embedding
-        return {"model": model, "optimizer": optim, **checkpoint.random_states(self.device)}
+        state = {"model": model, "optimizer": optim, **checkpoint.scheduler_state(self.scheduler)}
+        return state | checkpoint.random_states(self.device)
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
@@ -682,6 +700,11 @@ class Fsdp2ValueEngine(Fsdp2Engine):
         if logit_functions:
             raise ValueError(f"logit_functions: expected none for a value head, got {', '.join(logit_functions)}")
         return {"values": model_logits(self.module, inputs)[:, 0]}
+
+
+def _set_requires_grad(trains: Mapping[nn.Parameter, bool]) -> None:
+    for parameter, train in trains.items():
+        parameter.requires_grad_(train)
 
 
 def _full_tensors_in(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[Tensor]:

@@ -85,6 +85,33 @@ def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch
     return model
 
 
+def reduce_unused_experts(module: nn.Module) -> None:
+    """Have FSDP count experts that no token of a rank was routed to as zero gradients, if they are separate modules.
+
+    FSDP2 reduces those weights of a unit that have gradients, by their position. Ranks that use other experts would add
+    up gradients of different ones.
+
+    Args:
+        module: after `fully_shard`.
+
+    Raises:
+        ValueError: an older torch, which cannot do so.
+    """
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]  # outer ones come before inner ones
+    owner = {part: unit for unit in units for part in unit.modules()}
+    for name, part in module.named_modules():
+        is_list_of_experts = name.rpartition(".")[2] == "experts" and isinstance(part, nn.ModuleList | nn.ModuleDict)
+        if not is_list_of_experts or part not in owner or not any(p.requires_grad for p in part.parameters()):
+            continue
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            owner[part].set_reduce_scatter_unused_params(True, recurse=False)
+        elif dist.get_world_size() > 1:
+            raise ValueError(
+                f"torch: expected version 2.13 or newer to train {name} on several ranks, whose experts are separate "
+                f"modules, got {torch.__version__}"
+            )
+
+
 def check_uniform_dtypes(module: nn.Module) -> None:
     """Refuse trained weights of several dtypes in one unit, which FSDP reduces together.
 

@@ -499,9 +499,8 @@ class MegatronEngine:
         embedding = embedding_name(self.megatron_config)
         if self.model.share_embeddings_and_output_weights and embedding in state["model"]:
             state["model"][LM_HEAD] = state["model"][embedding]
-        state |= checkpoint.random_states(self.device)
-        schedule = self.scheduler.state_dict() if self.scheduler is not None else None
-        checkpoint.save(path, state, {"scheduler": schedule, "extra": dict(extra or {})})
+        state |= checkpoint.scheduler_state(self.scheduler) | checkpoint.random_states(self.device)
+        checkpoint.save(path, state, {"extra": dict(extra or {})})
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, see `save_checkpoint`; returns its `extra`.
@@ -512,8 +511,8 @@ class MegatronEngine:
         reader, optimizer = checkpoint.TensorReader(path), self.distributed_optimizer
         copies = {LM_HEAD} if self.model.share_embeddings_and_output_weights else set()
         reader.check(expected_shapes(self.parameters, optimizer, self.hf_shapes), self.trained_names | copies)
-        rng = checkpoint.random_states(self.device)
-        state: dict[str, Any] = {name: x for name, x in rng.items() if name in reader.shapes}
+        own = checkpoint.scheduler_state(self.scheduler) | checkpoint.random_states(self.device)
+        state: dict[str, Any] = {name: x for name, x in own.items() if name in reader.names}
         if optimizer is not None:
             trained = [one for one in self.parameters if one.parameter.requires_grad]
             state["optimizer"] = {"param_groups": param_groups(trained, optimizer, self.groups)}
@@ -521,8 +520,7 @@ class MegatronEngine:
         load_tensors(reader, self.parameters, optimizer, self.megatron_config, self.hf_shapes)
         if optimizer is not None:
             load_param_groups(optimizer, state["optimizer"]["param_groups"])
-        if self.scheduler is not None and reader.saved["scheduler"] is not None:
-            self.scheduler.load_state_dict(reader.saved["scheduler"])
+        checkpoint.set_scheduler_state(state, self.scheduler)
         checkpoint.set_random_states(state, self.device)
         return reader.saved["extra"]
 
