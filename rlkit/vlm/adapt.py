@@ -101,13 +101,8 @@ def _unadaptable_layers(model: Any) -> dict[str, str]:
         for name, module in model.get_submodule(indexer).named_modules()
         if isinstance(module, nn.Linear)
     ]
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
-    tied = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.weight is embedding
-    ]
     return {
         **dict.fromkeys(_fused_projections(model), "a fused kernel computes with its weight alone"),
-        **dict.fromkeys(tied, "its weight is the embedding's, which has no adapters"),
         **dict.fromkeys(routers, "a router returns more than its logits"),  # Llama 4
         **dict.fromkeys(in_indexers, "choosing the tokens of sparse attention has no gradient"),  # GLM-5
     }
@@ -198,6 +193,9 @@ def lora(
             f"target_modules: expected linear layers, whose adapters can be sent to a sampler, got an embedding: "
             f"{embedding}"
         )
+    head = model.get_base_model().get_output_embeddings()
+    if hasattr(head, "lora_A") and head.weight is model.get_input_embeddings().weight:
+        raise ValueError("target_modules: expected no output layer that is tied to the embedding, got one")
     adapted = [layer for layer in model.modules() if "default" in getattr(layer, "lora_A", ())]
     if any(layer.lora_A["default"].weight.is_meta for layer in adapted):
         torch.set_rng_state(random_state)

@@ -318,8 +318,6 @@ def test_a_family_that_cannot_be_packed_is_named_and_padded_rows_are_right(famil
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "lora"])
 def test_the_engine_refuses_packed_rows_and_accepts_padded_ones(wrap):
-    from rlkit.vlm import lora
-
     batch, _ = rows()
 
     def engine(**options):
