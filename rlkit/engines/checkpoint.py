@@ -2,8 +2,8 @@
 
 A checkpoint is a directory of shards with a `manifest.json` that lists every file with its size and its checksum. It is
 written next to its final path and then renamed, so a save that is killed, or finds no room, leaves the previous
-checkpoint intact. torch's own `.metadata` file is a pickle: load checkpoints only from run directories that you trust.
-To pass a model on, use `export_hf`.
+checkpoint intact. torch's own `.metadata` file and the state of the scheduler are pickles: load checkpoints only from
+run directories that you trust. To pass a model on, use `export_hf`.
 """
 
 from __future__ import annotations
