@@ -266,10 +266,17 @@ def scheduler_state(scheduler: Any) -> dict[str, bytes]:
     return {} if scheduler is None else {"scheduler": pickle.dumps(scheduler.state_dict())}
 
 
-def set_scheduler_state(state: Mapping[str, Any], scheduler: Any) -> None:
-    """Restore `scheduler_state` from a checkpoint; one of an engine without a scheduler does not have it."""
-    if scheduler is not None and "scheduler" in state:
+def set_scheduler_state(state: Mapping[str, Any], manifest: Mapping[str, Any], scheduler: Any) -> None:
+    """Restore `scheduler_state` from a checkpoint; one of an engine without a scheduler does not have it.
+
+    Earlier checkpoints have the state in their manifest, as JSON.
+    """
+    if scheduler is None:
+        return
+    if "scheduler" in state:
         scheduler.load_state_dict(pickle.loads(state["scheduler"]))
+    elif manifest.get("scheduler") is not None:
+        scheduler.load_state_dict(manifest["scheduler"])
 
 
 class _OneTensorReader(dcp.FileSystemReader):

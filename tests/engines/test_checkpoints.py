@@ -82,6 +82,27 @@ def test_a_scheduler_whose_state_has_integer_keys_resumes(tiny_dir, processor, t
     assert rates[-1] < rates[1] / 5
 
 
+def test_the_schedule_of_an_earlier_checkpoint_is_continued(tiny_dir, processor, tmp_path, monkeypatch):
+    """It is in the manifest there, as JSON."""
+    batch = make_batch(processor)
+    engine, other = make_resumable(tiny_dir), make_resumable(tiny_dir)
+    for _ in range(2):
+        engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    save, schedule = checkpoint.save, engine.scheduler.state_dict()
+
+    def save_as_before(path, state, manifest):
+        save(path, state, {**manifest, "scheduler": schedule})
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(checkpoint, "scheduler_state", lambda scheduler: {})
+        earlier.setattr(checkpoint, "save", save_as_before)
+        engine.save_checkpoint(tmp_path / "step_2")
+    other.load_checkpoint(tmp_path / "step_2")
+    for _ in range(3):  # the first learning rate is in the optimizer's state, too
+        expected = engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+        assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
+
+
 def test_resume_after_steps_in_which_a_part_of_the_model_was_not_used(tiny_dir, processor, tmp_path):
     """The optimizer has no moments of the vision tower if no row before the checkpoint had an image."""
     text, images = make_batch(processor, answers=(2,), sizes=(None,)), make_batch(processor)

@@ -538,7 +538,7 @@ class Fsdp2Engine:
                 optim_state_dict=state["optimizer"],
                 options=StateDictOptions(strict=False),
             )
-        checkpoint.set_scheduler_state(state, self.scheduler)
+        checkpoint.set_scheduler_state(state, saved, self.scheduler)
         checkpoint.set_random_states(state, self.device)
         return saved["extra"]
 

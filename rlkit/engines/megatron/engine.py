@@ -520,7 +520,7 @@ class MegatronEngine:
         load_tensors(reader, self.parameters, optimizer, self.megatron_config, self.hf_shapes)
         if optimizer is not None:
             load_param_groups(optimizer, state["optimizer"]["param_groups"])
-        checkpoint.set_scheduler_state(state, self.scheduler)
+        checkpoint.set_scheduler_state(state, reader.saved, self.scheduler)
         checkpoint.set_random_states(state, self.device)
         return reader.saved["extra"]
 
