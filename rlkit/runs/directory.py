@@ -29,7 +29,7 @@ plan_seconds log_prompts evaluate_every keep_best patience heldout_samples threa
 parallel ulysses_sequence_parallel_size micro_batch_tokens use_remove_padding share_prompts use_fused_kernels
 use_torch_compile offload_between_phases sync_adapters enable_gradient_checkpointing rollout servers teacher_servers
 gpu_memory_utilization reward_threads max_failed_rewards max_mismatch max_skipped_steps isolate_reward reward_seconds
-reward_memory save_rollouts push_to_hub hub_private_repo
+reward_memory save_rollouts push_to_hub hub_private_repo dataloader_num_workers
 """.split()
 NOT_REPORTED = {"config", "out", "resume", "allow_changes", "epochs"}
 

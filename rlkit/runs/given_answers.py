@@ -14,10 +14,10 @@ from torch import Tensor
 from rlkit.data.samples import Batch, Sample
 from rlkit.runs.models import answer_ends
 from rlkit.runs.options import GivenAnswerOptions
-from rlkit.runs.sampling import Prompts, compute_dtype, encode_share
+from rlkit.runs.sampling import Prompts, encode_share, prompt_encoder
 from rlkit.runs.totals import totals
 from rlkit.tracking import Run
-from rlkit.vlm import encode_answers, encode_chat, encode_prompt
+from rlkit.vlm import encode_answers, encode_chat
 
 RowEncoder = Callable[[Iterable[tuple[int, Any]]], "GivenAnswers"]
 
@@ -50,22 +50,24 @@ def answer_encoder(
     """
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
-    def encode_row(group_id: int, row: Any) -> tuple[Sample, list[Sample]]:
-        prompt = encode_prompt(processor, row, group_id=group_id, dtype=compute_dtype(engine))
-        return prompt, encode_answers(prompt, processor, answers_of(row), ends, max_tokens)
+    encoder = prompt_encoder(cfg, processor)
 
-    return lambda rows: _given_answers(*encode_share(rows, encode_row, run, engine))
+    def with_answers(prompt: Sample) -> tuple[Sample, list[Sample]]:
+        return prompt, encode_answers(prompt, processor, answers_of(prompt.row), ends, max_tokens)
+
+    return lambda rows: _given_answers(*encode_share(rows, with_answers, encoder, run, engine))
 
 
 def chat_encoder(cfg: GivenAnswerOptions, run: Run, path: str, processor: Any, engine: Any) -> RowEncoder:
     """`answer_encoder` for chats: one sequence per row, with all assistant messages in the mask."""
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
-    def encode_row(group_id: int, row: Any) -> tuple[Sample, list[Sample]]:
-        prompt = encode_prompt(processor, row, group_id=group_id, dtype=compute_dtype(engine))
+    encoder = prompt_encoder(cfg, processor)
+
+    def with_chat(prompt: Sample) -> tuple[Sample, list[Sample]]:
         return prompt, [encode_chat(prompt, processor, ends, max_tokens)]
 
-    return lambda rows: _given_answers(*encode_share(rows, encode_row, run, engine))
+    return lambda rows: _given_answers(*encode_share(rows, with_chat, encoder, run, engine))
 
 
 def _most_tokens(cfg: GivenAnswerOptions, engine: Any) -> int:

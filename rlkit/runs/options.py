@@ -82,6 +82,9 @@ class TaskOptions:
     """Maximum number of frames per video. Longer videos are sampled at a lower frame rate."""
     video_sound: bool = False
     """Also feed the audio track of video files to Qwen-Omni."""
+    dataloader_num_workers: int = 0
+    """Processes per rank that encode prompts, with their images. 0: a thread does so, which slows down other Python
+    code of the rank, such as that of sampling."""
     system_prompt: str = ""
     """System message to put before every prompt."""
     prompt_template: str = ""
@@ -310,7 +313,7 @@ AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
 warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds plan_seconds
 log_prompts evaluate_every heldout_rows patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
-sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
+sft_coef lm_coef centre_coef clip_low clip_high max_mismatch dataloader_num_workers
 """.split()
 SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
 POSITIVE = """

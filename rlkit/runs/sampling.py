@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from rlkit.runs.models import sync_check_dtype
 from rlkit.runs.options import sends_adapters
 from rlkit.runs.rollouts import SavedRollouts, record_draw
 from rlkit.tracking import Run
-from rlkit.vlm import encode_prompt
+from rlkit.vlm.prompt_workers import PromptEncoder, PromptWorkerError
 
 ADAPTER_BUCKET_BYTES = 256 << 20  # adapters are gathered at once: each alone is small, and takes a collective
 T = TypeVar("T")
@@ -36,20 +36,41 @@ def context_length(engine: Any, rollout: Any) -> int:
 
 
 def encode_share(
-    rows: Iterable[tuple[int, Any]], encode_row: Callable[[int, Any], T], run: Run, engine: Any
+    rows: Iterable[tuple[int, Any]],
+    complete: Callable[[Sample], T],
+    encoder: PromptEncoder,
+    run: Run,
+    engine: Any,
+    **options: Any,
 ) -> tuple[list[T], list[str]]:
-    """Call `encode_row(group id, row)` on this rank's share of the rows. Returns the results, and the errors.
+    """Encode this rank's share of the (group id, row) pairs. Returns `complete(prompt)` of each, and the errors.
 
-    A row for which it raises ValueError is skipped, and named in the log.
+    A row for which either raises ValueError is skipped, and named in the log.
+
+    Args:
+        options: further arguments of `rlkit.vlm.encode_prompt`.
     """
     encoded, skipped = [], []
-    for group_id, row in list(rows)[engine.data_parallel_rank :: engine.data_parallel_size]:
-        try:
-            encoded.append(encode_row(group_id, row))
-        except ValueError as error:
-            run.print(f"skipped: {error}")
-            skipped.append(str(error))
+    share = list(rows)[engine.data_parallel_rank :: engine.data_parallel_size]
+    with closing(encoder(share, dtype=compute_dtype(engine), **options)) as prompts:
+        for prompt in prompts:
+            try:
+                encoded.append(complete(prompt()))
+            except ValueError as error:
+                run.print(f"skipped: {error}")
+                skipped.append(str(error))
+            except PromptWorkerError as error:
+                run.stop(str(error))
     return encoded, skipped
+
+
+def prompt_encoder(cfg: Any, processor: Any) -> PromptEncoder:
+    """Encodes prompts in `--dataloader_num_workers` processes."""
+    return PromptEncoder(processor, getattr(cfg, "dataloader_num_workers", 0))
+
+
+def _unchanged(prompt: Sample) -> Sample:
+    return prompt
 
 
 class PolicySampler:
@@ -82,6 +103,7 @@ class PolicySampler:
         self.generate = generate or rollout.generate
         self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
         self.warnings = LearningWarnings(cfg, run)
+        self.encoder = prompt_encoder(cfg, processor)
         self.sent_bytes = 0  # of the last weight sync
 
     def encode(self, rows: Iterable[tuple[int, Any]]) -> Prompts:
@@ -92,12 +114,8 @@ class PolicySampler:
         """
         room = context_length(self.engine, self.rollout) - self.cfg.max_new_tokens
         max_tokens = min(self.cfg.max_prompt_tokens or room, room)
-        dtype = compute_dtype(self.engine)
-
-        def encode_row(group_id: int, row: Any) -> Sample:
-            return encode_prompt(self.processor, row, max_tokens=max_tokens, group_id=group_id, dtype=dtype)
-
-        return Prompts(*encode_share(rows, encode_row, self.run, self.engine))
+        share = encode_share(rows, _unchanged, self.encoder, self.run, self.engine, max_tokens=max_tokens)
+        return Prompts(*share)
 
     @contextmanager
     def current_weights(self, *, training: bool = True) -> Iterator[None]:

