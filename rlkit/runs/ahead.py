@@ -12,8 +12,9 @@ T = TypeVar("T")
 def one_ahead(items: Iterable[T]) -> Iterator[T]:
     """Yield the same items; while one is in use, a thread computes the next.
 
-    Reading and resizing images leaves Python's lock to other threads, so it takes no time from sampling on a GPU. An
-    exception is raised where its item would have been yielded.
+    Reading and resizing images leaves Python's lock to other threads, so it hardly delays sampling on a GPU. With
+    `--dataloader_num_workers`, the thread waits for processes that do it. An exception is raised where its item would
+    have been yielded.
     """
     iterator, end = iter(items), object()
     with ThreadPoolExecutor(1, thread_name_prefix="one_ahead") as thread:

@@ -13,8 +13,9 @@ import pickle
 import signal
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -86,7 +87,8 @@ class PromptEncoder:
         for _ in range(self.count):
             pipe, other_end = context.Pipe()
             process = context.Process(target=_work, args=(other_end, self.processor), name="prompt_worker", daemon=True)
-            process.start()
+            with _pickling("a processor", type(self.processor).__name__):
+                process.start()
             other_end.close()
             self.workers.append(worker := _Worker(process, pipe))
             self.idle.put(worker)
@@ -95,7 +97,8 @@ class PromptEncoder:
         """`encode_prompt` in a worker that is idle."""
         where, worker = row.get("where", "row"), self.idle.get()
         try:
-            _send(worker.pipe, row, options)
+            with _pickling("rows", where):
+                worker.pipe.send((row, options))
             reply = worker.pipe.recv()
         except (EOFError, OSError) as error:
             worker.process.join(EXIT_SECONDS)
@@ -122,13 +125,14 @@ def _end(workers: list[_Worker], threads: ThreadPoolExecutor) -> None:
     workers.clear()
 
 
-def _send(pipe: Any, row: Row, options: dict[str, Any]) -> None:
+@contextmanager
+def _pickling(expected: str, got: str) -> Iterator[None]:
+    """Inside the `with` block, what cannot be pickled raises PromptWorkerError."""
     try:
-        pipe.send((row, options))
+        yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PromptWorkerError(
-            f"dataloader_num_workers: expected rows that can be pickled, got {row.get('where', 'row')}: {error}; use 0 "
-            "workers"
+            f"dataloader_num_workers: expected {expected} that can be pickled, got {got}: {error}; use 0 workers"
         ) from error
 
 

@@ -44,6 +44,18 @@ def seen_shortly():
     return replace(task, heldout=task.heldout[:20])
 
 
+def with_a_bad_image():
+    """Twelve rows to train on, twenty held out, and an image among each that cannot be read."""
+    task = seen_shortly()
+    bad = {**task.train[3], "images": [b"no image"], "where": "row 3"}
+    return replace(task, train=[*task.train[:11], bad], heldout=[*task.heldout[:3], bad])
+
+
+def with_a_function():
+    """Rows that cannot be pickled."""
+    return replace(few_digits(), heldout=[{**row, "check": lambda: 1} for row in few_digits().heldout[:2]])
+
+
 def second_epoch():
     """The same with twelve rows to train on, so that a run of four steps begins a second epoch."""
     task = seen_shortly()

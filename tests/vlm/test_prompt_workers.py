@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,6 +92,12 @@ def test_a_row_that_cannot_be_pickled_is_named(encoder, rows):
     with pytest.raises(PromptWorkerError, match=expected):
         prompts[0]()
     assert prompts[1]().row is rows[1]
+
+
+def test_a_processor_that_cannot_be_pickled_is_named():
+    encoder = PromptEncoder(SimpleNamespace(tokenize=lambda text: []), 1)
+    with pytest.raises(PromptWorkerError, match="expected a processor that can be pickled, got SimpleNamespace: "):
+        list(encoder([(0, row(0))]))
 
 
 def test_a_signal_that_ends_the_run_ends_no_worker_and_a_killed_one_is_named(processor, rows):
