@@ -12,7 +12,7 @@ vLLM: sampling from the same model with vLLM in this process, if it is installed
 Each work is done many times over, in turn with nothing else to do, with a thread that encodes, and with worker
 processes that do. A thread takes time from the main one wherever it holds Python's lock; anything takes time that
 competes for cores and memory. The mean of the fastest tenth of the rounds is what is least disturbed by other work on
-the machine. Writes benchmarks/results/prompt_workers.md.
+the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import distributions
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +40,7 @@ from rlkit.rollout import Sampling, make_rollout
 from rlkit.vlm import build_tiny, load_model, load_processor
 from rlkit.vlm.prompt_workers import PromptEncoder
 
-RESULTS = Path(__file__).parent / "results" / "prompt_workers.md"
-ROUNDS = 5
+ROUNDS = 10
 IMAGES, SIZE = 64, (1024, 768)
 PUBLISHED_SIZES = {"shortest_edge": 3136, "longest_edge": 12845056}  # of Qwen2.5-VL, in pixels
 Work = Callable[[], object]
@@ -142,7 +140,7 @@ def main() -> None:
         processor = load_processor(path)
         processor.image_processor.size = PUBLISHED_SIZES
         encoders = {"a thread": PromptEncoder(processor), "1 process": PromptEncoder(processor, 1)}
-        cpu = {name: process_cpu(encoder, rows, 5) for name, encoder in encoders.items()}
+        cpu = {name: f"{process_cpu(encoder, rows, 5):.2f}" for name, encoder in encoders.items()}
         works: dict[str, Callable[[], Work]] = {
             "Python": lambda: python_loop,
             "hf": lambda: sampling("hf", path, processor),
@@ -170,9 +168,8 @@ def main() -> None:
             encoder.close()
     heads = ["encoded in", "CPU seconds of this process", *works]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    lines += [f"| {name} | {cpu.get(name, 0):.2f} | {' | '.join(cells[name])} |" for name in cells]
-    RESULTS.write_text("\n".join([*lines, "", *below(blocks)]) + "\n")
-    print(RESULTS.read_text())
+    lines += [f"| {name} | {cpu.get(name, '')} | {' | '.join(cells[name])} |" for name in cells]
+    print("\n".join([*lines, "", *below(blocks)]))
 
 
 def below(blocks: int) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkit.data.samples import Batch, Sample
 from rlkit.runs.models import answer_ends
 from rlkit.runs.options import GivenAnswerOptions
-from rlkit.runs.sampling import Prompts, encode_share, prompt_encoder
+from rlkit.runs.sampling import Prompts, encode_share, encoder_for
 from rlkit.runs.totals import totals
 from rlkit.tracking import Run
 from rlkit.vlm import encode_answers, encode_chat
@@ -50,7 +50,7 @@ def answer_encoder(
     """
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
-    encoder = prompt_encoder(cfg, processor)
+    encoder = encoder_for(cfg, processor)
 
     def with_answers(prompt: Sample) -> tuple[Sample, list[Sample]]:
         return prompt, encode_answers(prompt, processor, answers_of(prompt.row), ends, max_tokens)
@@ -62,7 +62,7 @@ def chat_encoder(cfg: GivenAnswerOptions, run: Run, path: str, processor: Any, e
     """`answer_encoder` for chats: one sequence per row, with all assistant messages in the mask."""
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
-    encoder = prompt_encoder(cfg, processor)
+    encoder = encoder_for(cfg, processor)
 
     def with_chat(prompt: Sample) -> tuple[Sample, list[Sample]]:
         return prompt, [encode_chat(prompt, processor, ends, max_tokens)]

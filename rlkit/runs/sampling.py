@@ -64,7 +64,7 @@ def encode_share(
     return encoded, skipped
 
 
-def prompt_encoder(cfg: Any, processor: Any) -> PromptEncoder:
+def encoder_for(cfg: Any, processor: Any) -> PromptEncoder:
     """Encodes prompts in `--dataloader_num_workers` processes."""
     return PromptEncoder(processor, getattr(cfg, "dataloader_num_workers", 0))
 
@@ -103,7 +103,7 @@ class PolicySampler:
         self.generate = generate or rollout.generate
         self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
         self.warnings = LearningWarnings(cfg, run)
-        self.encoder = prompt_encoder(cfg, processor)
+        self.encoder = encoder_for(cfg, processor)
         self.sent_bytes = 0  # of the last weight sync
 
     def encode(self, rows: Iterable[tuple[int, Any]]) -> Prompts:
