@@ -124,7 +124,7 @@ def main(cfg: Config) -> None:
         if cfg.epochs:
             raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
         task = runs.load_named_task(cfg, cfg.task)
-        run = runs.start_run("dapo", cfg, task.name)
+        run = runs.start_run("dapo", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
         optimizer_steps = cfg.steps * cfg.mini_batches
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
