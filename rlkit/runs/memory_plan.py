@@ -80,7 +80,7 @@ def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, own_allocator: 
 
 
 def _have_images(rows: Sequence[Row]) -> bool:
-    """Whether one of these rows has images or videos, or no row is known; of many rows only `SEEN_ROWS` are looked at."""
+    """Whether one of these rows, of many only `SEEN_ROWS`, has images or videos; True if no row is known."""
     count = min(SEEN_ROWS, len(rows))
     try:
         prompts = [prompt_of(rows[i * len(rows) // count]) for i in range(count)]

@@ -239,8 +239,8 @@ def load_tensors(
 ) -> None:
     """Set trained weights, moments and steps from a checkpoint.
 
-    The tensors of one parameter are read at a time: a rank never holds the model, nor its optimizer state. Of parameters
-    without moments in the checkpoint, for example if it was saved before the first update, moments and steps are 0.
+    The tensors of one parameter are read at a time: a rank never holds the model, nor its optimizer state. Moments and
+    steps that the checkpoint does not have, for example as it was saved before the first update, are 0.
 
     Args:
         reader: of the checkpoint, whose shapes are `expected_shapes`.
@@ -275,7 +275,7 @@ def expected_shapes(
     optimizer: DistributedOptimizer | None,
     shapes: Mapping[str, torch.Size],
 ) -> dict[str, torch.Size]:
-    """The shapes that the tensors of this stage, which `load_tensors` reads, have in a checkpoint, by their names there."""
+    """The shapes of the tensors that `load_tensors` reads from a checkpoint, by their names there."""
     with_moments = parameters_with_moments(reader.names)
     training = [one for one in parameters if one.parameter.requires_grad]
     expected = {}
