@@ -142,7 +142,11 @@ def main(cfg: Config) -> None:
         draws += drawn
         sampler.stop_if_rewards_failed(answers)
         if not len(groups):
-            run.print(f"step {step}: all groups drawn have equal rewards, so the run ends here")
+            total = runs.totals(engine, judged=len(answers.judged), answers=len(answers.rewards))
+            run.print(
+                f"step {step}: no group drawn has different rewards, so the run ends here; "
+                "{judged:.0f} of {answers:.0f} answers were judged".format(**total)
+            )
             break
 
         run.phase("train")
