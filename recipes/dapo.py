@@ -124,7 +124,7 @@ def main(cfg: Config) -> None:
         if cfg.epochs:
             raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
         task = runs.load_named_task(cfg, cfg.task)
-        run = runs.start_run("dapo", cfg, task.name)
+        run = runs.start_run("dapo", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
         optimizer_steps = cfg.steps * cfg.mini_batches
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
@@ -142,7 +142,11 @@ def main(cfg: Config) -> None:
         draws += drawn
         sampler.stop_if_rewards_failed(answers)
         if not len(groups):
-            run.print(f"step {step}: all groups drawn have equal rewards, so the run ends here")
+            total = runs.totals(engine, judged=len(answers.judged), answers=len(answers.rewards))
+            run.print(
+                f"step {step}: no group drawn has different rewards, so the run ends here; "
+                "{judged:.0f} of {answers:.0f} answers were judged".format(**total)
+            )
             break
 
         run.phase("train")

@@ -158,7 +158,7 @@ def main(cfg: Config) -> None:
     with runs.one_sentence_errors("distill"):
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("distill", cfg, task.name)
+        run = runs.start_run("distill", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
         optimizer_steps = cfg.steps * cfg.updates_per_batch
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)

@@ -80,6 +80,11 @@ def loss_function(cfg: Config) -> Callable:
     """The function that `--loss` names, with its options."""
     if cfg.loss not in LOSSES:
         raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {cfg.loss!r}")
+    if cfg.normalise_length and "chosen_lengths" in signature(LOSSES[cfg.loss]).parameters:
+        raise ValueError(
+            f"normalise_length: expected a loss of sums, got {cfg.loss!r}, which divides by the "
+            "answers' lengths itself: leave the option out"
+        )
     options = {**({} if cfg.beta is None else {"beta": cfg.beta}), **cfg.loss_options}
     try:
         signature(LOSSES[cfg.loss]).bind_partial(**options)
@@ -132,7 +137,7 @@ def main(cfg: Config) -> None:
         loss = loss_function(cfg)
         task = runs.load_named_task(cfg, cfg.task, load_pairs)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("dpo", cfg, task.name)
+        run = runs.start_run("dpo", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = None

@@ -111,7 +111,7 @@ def main(cfg: Config) -> None:
     with runs.one_sentence_errors("kto"):
         task = runs.load_named_task(cfg, cfg.task, load_unpaired)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("kto", cfg, task.name)
+        run = runs.start_run("kto", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = runs.build_reference(cfg, path, processor, engine)

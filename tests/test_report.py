@@ -335,6 +335,25 @@ def test_what_could_not_be_judged_has_no_reward(tmp_path):
     assert [one["reward"] for one in record["answers"]] == [1.0, None]
 
 
+def test_a_file_is_indexed_without_its_answers(tmp_path, monkeypatch):
+    """The first page of a resumed run indexes a whole samples.jsonl, most of which are answers."""
+    record = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
+    answers = [{**record["answers"][0], "text": 'x", "answers": [' * 1000}]
+    records = [{**record, "step": step, "question": '"a", "answers": [', "answers": answers} for step in range(3)]
+    kept.append_records(tmp_path, records)
+    kept.append_records(tmp_path, [dict(reversed({**record, "step": 3}.items()))])  # of another program
+    with (tmp_path / SAMPLES).open("a") as file:
+        file.write(json.dumps({**record, "step": 4}))  # without an end of the line
+    parsed, parse = [], kept._parse_record
+    monkeypatch.setattr(kept, "_parse_record", lambda line: parsed.append(len(line)) or parse(line))
+    index = kept.RecordIndex(tmp_path / SAMPLES)
+    lines = index.update()
+    assert [line.step for line in lines] == [0, 1, 2, 3, 4] and max(parsed) < 1000 < lines[0].size
+    found = index.read(lines)
+    assert [one["question"] for one in found[:3]] == ['"a", "answers": ['] * 3
+    assert [one["answers"] for one in found] == [answers] * 3 + [record["answers"]] * 2
+
+
 def test_a_page_with_too_many_answers_shows_evenly_spaced_steps(tmp_path, monkeypatch):
     samples = some_answers().generated[:2]
     record = prompt_record(tmp_path, samples, "training", 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -144,8 +145,8 @@ def _text_files(source: str, subset: str | None) -> dict[str, list[str]]:
 
     if not Path(source).is_dir() or _is_saved(source):
         return {}
-    with _source_in_errors(source):
-        builder = datasets.load_dataset_builder(source, subset)
+    with _source_in_errors(source), TemporaryDirectory() as empty:  # a cache may have features that datasets inferred
+        builder = datasets.load_dataset_builder(source, subset, cache_dir=empty)
     files = {str(split): list(paths) for split, paths in (builder.config.data_files or {}).items()}
     suffixes = {Path(path).suffix for paths in files.values() for path in paths}
     defaults = {"sep": "\t"} if suffixes == {".tsv"} else {}

@@ -27,6 +27,7 @@ from rlkit.data.tables import (
     FILE_SUFFIXES,
     HELD_OUT_SEED,
     Rows,
+    as_rows,
     check_inside,
     columns_of,
     files_of_video,
@@ -36,6 +37,7 @@ from rlkit.data.tables import (
     sources_of,
     split_heldout,
     without_filled_nulls,
+    without_repeats,
 )
 from rlkit.data.tasks import Task, addition, digits, map_rows, map_tables, sorting
 from rlkit.data.user_code import load_function
@@ -246,7 +248,8 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
         heldout: which rows to hold out: a file (`heldout.jsonl`); a split of the data set (`validation`); `all` for
             evaluation, every row of a file or of all splits; or a share of the training rows (`0.1`), at least one row,
             the same rows in every run. Rows made of one row (the two of a preference pair, repeated rows of a mixture)
-            are held out together. With a file or a split, all other rows are trained on.
+            are held out together, and a repeated row is held out once. With a file or a split, all other rows are
+            trained on.
         load: the function that loaded the task, which also reads the file: `load_task`, `load_chats`, `load_pairs` or
             `load_unpaired`.
 
@@ -280,12 +283,12 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
     held = int((rank <= rank[order[held - 1]]).sum())  # all rows of the last source
     if held >= len(rows):
         raise ValueError(f"heldout: expected a share that leaves rows to train on, got {share} of {len(rows)}")
-    shuffled = Rows(lambda i: rows[i], order, sources[order])
-    return replace(task, train=shuffled[held:], heldout=shuffled[:held])
+    shuffled = as_rows(rows)[order.tolist()]
+    return replace(task, train=shuffled[held:], heldout=without_repeats(shuffled[:held]))
 
 
 def _concatenate(tables: Sequence[Sequence[Row]]) -> Rows:
-    places = [(table, i) for table in tables for i in range(len(table))]
+    places = [(table, i) for table in map(without_repeats, tables) for i in range(len(table))]
     return Rows(lambda n: places[n][0][places[n][1]], np.arange(len(places)))
 
 
@@ -301,18 +304,22 @@ def _split_pairs(rows: Sequence[Row]) -> Sequence[Row]:
     if not len(rows) or "label" in rows[0]:
         return rows
 
+    pairs = as_rows(rows)
+
     def row(i: int) -> Row:
-        pair, good = rows[i // 2], i % 2 == 0
+        pair, good = pairs.row(i // 2), i % 2 == 0
         return {**pair, "completion": pair.get("chosen" if good else "rejected"), "label": good}
 
-    return Rows(row, np.arange(2 * len(rows)), np.repeat(sources_of(rows), 2))
+    return Rows(row, (2 * pairs.order[:, None] + [0, 1]).flatten(), np.repeat(pairs.sources, 2))
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
     """Adds each row's answer as `chosen` and another row's as `rejected`; pairs are unchanged."""
 
+    known = as_rows(rows)
+
     def row(i: int) -> Row:
-        right = rows[i]
+        right = known.row(i)
         if "chosen" in right:
             return _read(PAIRS, right)
         others = np.random.default_rng((HELD_OUT_SEED, i)).permutation(len(rows))[:100]
@@ -320,4 +327,4 @@ def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
         wrong = next((answer for answer in answers if answer is not None and str(answer) != str(right["answer"])), None)
         return _read(PAIRS, {**right, "chosen": right["answer"], "rejected": wrong})
 
-    return Rows(row, np.arange(len(rows)), sources_of(rows))
+    return Rows(row, known.order, known.sources)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows, sources_of
+from rlkit.data.tables import Rows, as_rows, sources_of
 from rlkit.data.tasks import Task
 
 
@@ -41,14 +41,15 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
         raise ValueError(f"weights: expected {len(tasks)} numbers above 0, got {shares}")
     longest = max(size / share for size, share in zip(sizes, shares, strict=True))
     places = [np.arange(round(longest * share)) % size for size, share in zip(sizes, shares, strict=True)]
-    which = np.repeat(np.arange(len(tasks)), [len(place) for place in places])
-    place = np.concatenate(places)
     first = np.cumsum([0, *sizes])  # number of each task's first source
     sources = [sources_of(task.train)[rows] + n for task, rows, n in zip(tasks, places, first, strict=False)]
+    tables = [as_rows(task.train) for task in tasks]
+    start = np.cumsum([0, *(table.order.max() + 1 for table in tables)])  # number of each task's first row
+    order = [table.order[rows] + n for table, rows, n in zip(tables, places, start, strict=False)]
 
     def train(i: int) -> Row:
-        task = tasks[which[i]]
-        return {**task.train[int(place[i])], "task": task.name}
+        which = int(np.searchsorted(start, i, side="right")) - 1
+        return {**tables[which].row(i - int(start[which])), "task": tasks[which].name}
 
     heldout_rows = [(task, i) for task in tasks for i in range(len(task.heldout))]
 
@@ -59,7 +60,7 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
     rewards = {task.name: task.reward for task in tasks}
     return Task(
         "+".join(names),
-        train=Rows(train, np.arange(len(place)), np.concatenate(sources)),
+        train=Rows(train, np.concatenate(order), np.concatenate(sources)),
         heldout=Rows(heldout, np.arange(len(heldout_rows))),
         reward=lambda text, row: rewards[row["task"]](text, row),
     )
@@ -79,7 +80,7 @@ def sort_by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) 
     if np.isnan(keys).any():
         raise ValueError(f"difficulty: expected a number, got nan in row {int(np.isnan(keys).argmax())}")
     order = keys.argsort(kind="stable")
-    return Rows(lambda i: rows[i], order, sources_of(rows)[order])
+    return as_rows(rows)[order.tolist()]
 
 
 def easiest_rows(rows: Sequence[Row], share: float) -> Sequence[Row]:

@@ -25,7 +25,7 @@ class Rows(Sequence[Row]):
 
     Args:
         row: returns the row with a number.
-        order: int [n], the numbers of the rows.
+        order: int [n], the numbers of the rows; a row that is repeated has the same number each time.
         sources: int [n]; rows that were made of the same one have the same number. By default all differ.
     """
 
@@ -42,10 +42,20 @@ class Rows(Sequence[Row]):
         return self.row(int(self.order[i]))
 
 
+def as_rows(rows: Sequence[Row]) -> Rows:
+    """The same rows as `Rows`."""
+    return rows if isinstance(rows, Rows) else Rows(lambda i: rows[i], np.arange(len(rows)))
+
+
+def without_repeats(rows: Sequence[Row]) -> Rows:
+    """Each row once, where it is first."""
+    rows = as_rows(rows)
+    return rows[np.sort(np.unique(rows.order, return_index=True)[1]).tolist()]
+
+
 def sources_of(rows: Sequence[Row]) -> np.ndarray:
     """int [n], from 0 on: rows with the same number were made of the same row, as the two of a preference pair."""
-    sources = rows.sources if isinstance(rows, Rows) else np.arange(len(rows))
-    return np.unique(sources, return_inverse=True)[1]
+    return np.unique(as_rows(rows).sources, return_inverse=True)[1]
 
 
 def split_heldout(rows: Rows) -> tuple[Rows, Rows]:

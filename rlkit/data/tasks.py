@@ -15,7 +15,7 @@ import numpy as np
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Reward, Row
-from rlkit.data.tables import HELD_OUT_SEED, Rows, sources_of
+from rlkit.data.tables import HELD_OUT_SEED, Rows, as_rows
 from rlkit.rewards.rules import exact_match, numeric_match
 
 
@@ -42,7 +42,8 @@ def map_rows(task: Task, change: Callable[[Row], Row]) -> Task:
     """The task with `change` applied to each row, on access."""
 
     def changed(rows: Sequence[Row]) -> Sequence[Row]:
-        return Rows(lambda i: change(rows[i]), np.arange(len(rows)), sources_of(rows))
+        old = as_rows(rows)
+        return Rows(lambda i: change(old.row(i)), old.order, old.sources)
 
     return map_tables(task, changed)
 

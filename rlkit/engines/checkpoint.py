@@ -308,10 +308,16 @@ def leave_out_unsaved_moments(optimizer: Mapping[str, Any], saved: Collection[st
         optimizer: what `get_state_dict` returns of an optimizer.
         saved: names of all tensors in the checkpoint.
     """
-    prefixes = {prefix for name in saved for prefix in accumulate(name.split("."), "{}.{}".format)}
-    moments = optimizer.get("state", {})
-    for name in [name for name in moments if f"optimizer.state.{name}" not in prefixes]:
+    with_moments, moments = parameters_with_moments(saved), optimizer.get("state", {})
+    for name in [name for name in moments if name not in with_moments]:
         del moments[name]
+
+
+def parameters_with_moments(saved: Iterable[str]) -> set[str]:
+    """The names of the parameters of which a checkpoint with these tensors has moments."""
+    start = "optimizer.state."
+    names = (name.removeprefix(start).split(".") for name in saved if name.startswith(start))
+    return {prefix for name in names for prefix in accumulate(name, "{}.{}".format)}
 
 
 def load(path: str | Path, state: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ COLUMNS = 2  # of a video's frames: a prompt's images are 240 pixels wide on the
 SAVED_SECONDS = 30.0  # of an audio; a longer one is cut
 MOST_BYTES = 24_000_000  # of answers and images on one page
 MOST_BYTES_OF_AUDIOS = 24_000_000  # on one page: nine minutes of 16000 samples per second
+ANSWERS = b', "answers": ['  # in a line of samples.jsonl
 TAIL = 1000  # bytes that tell whether a samples.jsonl has only grown
 MOST_CHARACTERS = 20_000  # of each text on the page; samples.jsonl has the whole text
 
@@ -230,13 +231,13 @@ class RecordIndex:
         """Read what is new in the file, and return the lines of all records."""
         if not self.path.exists():
             return []
-        with self.path.open("rb") as file:
+        with self.path.open("rb", buffering=1 << 20) as file:  # lines may be long
             file.seek(self.end - len(self.tail))
             if file.read(len(self.tail)) != self.tail:  # another file
                 self.end, self.tail, self.lines = 0, b"", {}
                 file.seek(0)
             for line in file:
-                record = _parse_record(line)
+                record = _parse_place(line)
                 if record is None and not line.endswith(b"\n"):
                     break  # it is being written
                 if record is not None:
@@ -255,6 +256,18 @@ class RecordIndex:
                 file.seek(line.start)
                 records.append(_parse_record(file.read(line.size)))
         return [record for record in records if record is not None]
+
+
+def _parse_place(line: bytes) -> dict[str, Any] | None:
+    """`_parse_record`, without the answers where they are the last part of the line, and most of it.
+
+    A quotation mark within a text has a backslash before it, so no text contains `ANSWERS`.
+    """
+    if line.endswith(b"\n"):
+        start, answers, _ = line.partition(ANSWERS)
+        if record := _parse_record(start + answers + b"]}"):
+            return record
+    return _parse_record(line)
 
 
 _index = cache(RecordIndex)  # a run's page is written again and again

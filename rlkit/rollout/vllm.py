@@ -7,6 +7,7 @@ In a single process, one engine on every rank of `torchrun`, or one engine shard
 from __future__ import annotations
 
 import os
+import traceback
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -366,8 +367,24 @@ def _start_engine(model: str, config: Any, **options: Any) -> Any:
                 seed=0,  # the same on all ranks; each request has a seed of its own
                 **options,
             )
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
+            _clean_up_failed_start(error)
+            if not isinstance(error, OSError | RuntimeError | TypeError | ValueError):
+                raise
             raise ValueError(f"model: expected one that vLLM can load, got {model!r}: {error}") from error
+
+
+def _clean_up_failed_start(error: Exception) -> None:
+    """Make vLLM forget its process groups, with which no other engine could start, and free its memory.
+
+    Args:
+        error: what ended the start. The frames of its traceback keep the weights and the cache alive.
+    """
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    traceback.clear_frames(error.__traceback__)
+    with _keep_process_groups():
+        cleanup_dist_env_and_memory()
 
 
 def _shut_down_engine(llm: Any) -> None:

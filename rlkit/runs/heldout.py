@@ -9,6 +9,7 @@ from rlkit.data import Sample
 from rlkit.report import append_records, prompt_record
 from rlkit.rewards import judging_problem
 from rlkit.rollout import Sampling
+from rlkit.rollout.sampling import sample_name
 from rlkit.runs.answers import Answers, Prompts, accuracy, count_judged, too_few_judged
 from rlkit.runs.evaluation import mean_and_error, pass_at_k, record_evaluation
 from rlkit.runs.rollouts import is_replay
@@ -16,13 +17,15 @@ from rlkit.runs.sampling import PolicySampler
 from rlkit.tracking import Run
 
 HELDOUT_KEPT = 20  # held-out answers kept from each evaluation before and during training
+NAMED = 5  # most held-out rows that a line names
 
 
 def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **measured: float) -> list[Sample]:
     """Measure the accuracy of greedy answers to held-out prompts, write it to eval.json and print it.
 
-    Rows of plain text have no prompt, so no answers are generated for them, and none with `--max_new_tokens 0`. The run
-    ends if too few answers can be judged.
+    Rows of plain text have no prompt, so no answers are generated for them, and none with `--max_new_tokens 0`. Prompts
+    that leave no room for an answer get none either; they are named before training. The run ends if too few answers
+    can be judged.
 
     Args:
         prompts: this rank's share of the held-out rows, see `PolicySampler.encode`.
@@ -35,7 +38,7 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
     if is_replay():
         return []
     cfg, run, engine = sampler.cfg, sampler.run, sampler.engine
-    answered = replace(prompts, samples=[prompt for prompt in prompts.samples if prompt.token_ids])
+    answered = with_room_for_an_answer(sampler, prompts, when)
     answers = sampler.greedy(answered, training=False) if cfg.max_new_tokens else Answers()
     if problem := heldout_problem(sampler, answers):
         run.stop(f"held-out {problem}")
@@ -44,6 +47,22 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
         keep_heldout(run, answers.judged, 0 if when == "before" else run.step + 1)
     record_evaluation(run, engine, when, results, rows=len(prompts.samples), skipped=len(prompts.skipped))
     return answers.judged
+
+
+def with_room_for_an_answer(sampler: PolicySampler, prompts: Prompts, when: str) -> Prompts:
+    """The prompts that can be answered in the context of model and sampler. Before training, a line names the others.
+
+    `PolicySampler.encode` returns no others; rows with given answers are encoded for their loss, too.
+    """
+    room = sampler.longest_prompt
+    too_long = [prompt for prompt in prompts.samples if len(prompt.token_ids) > room]
+    if too_long and sampler.cfg.max_new_tokens and when == "before":
+        names = ", ".join(f"{sample_name(prompt)} ({len(prompt.token_ids)})" for prompt in too_long[:NAMED])
+        sampler.run.print(
+            f"held-out: {len(too_long)} prompts of more than {room} tokens leave no room for an answer of "
+            f"{sampler.cfg.max_new_tokens} tokens, and get none: {names}{', ...' if len(too_long) > NAMED else ''}"
+        )
+    return replace(prompts, samples=[prompt for prompt in prompts.samples if 0 < len(prompt.token_ids) <= room])
 
 
 def sampled_heldout(sampler: PolicySampler, prompts: Prompts) -> dict[str, float]:

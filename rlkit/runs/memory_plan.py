@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 import rlkit
+from rlkit.data.messages import prompt_of
+from rlkit.data.samples import Row
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.options import OF_ONE_RUN
 from rlkit.runs.rollouts import is_replay
@@ -24,6 +26,7 @@ from rlkit.tracking.files import replace_file
 from rlkit.vlm.tiny import is_tiny
 
 FILE = "plan.json"
+SEEN_ROWS = 100  # rows that are looked at for images
 PHASES = {"weight sync": "weight_sync", "generate": "generate"}  # of the plan, in a run; all others are its "train"
 
 
@@ -31,11 +34,15 @@ class _NotPlannedError(Exception):
     """The memory of this run cannot be planned."""
 
 
-def planned_memory(cfg: Any, out: Path) -> dict[str, float]:
+def planned_memory(cfg: Any, out: Path, rows: Sequence[Row] = ()) -> dict[str, float]:
     """GiB of each phase on a GPU of the run, as `rlkit.plan` predicts them. All ranks call this together.
 
     Rank 0 plans in a process of its own, for at most `cfg.plan_seconds`, and keeps the plan in `out`, for when the run
     is resumed. Without a GPU, or for a tiny model, there is no plan. If it fails, rank 0 says so in one line.
+
+    Args:
+        rows: rows to train on. If there are none, or one of `SEEN_ROWS` of them has images or videos, prompts of a
+            vision-language model are assumed to be full of images.
 
     Raises:
         ValueError: the run does not fit.
@@ -43,12 +50,12 @@ def planned_memory(cfg: Any, out: Path) -> dict[str, float]:
     seconds = getattr(cfg, "plan_seconds", 0)
     if not seconds or not torch.cuda.is_available() or is_tiny(cfg.model) or is_replay():
         return {}
-    return decided_by_rank_0(lambda: _phases_or_refusal(cfg, out, seconds))
+    return decided_by_rank_0(lambda: _phases_or_refusal(cfg, out, seconds, rows))
 
 
-def _phases_or_refusal(cfg: Any, out: Path, seconds: float) -> dict[str, float]:
+def _phases_or_refusal(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str, float]:
     try:
-        plan = _plan(cfg, out, seconds)
+        plan = _plan(cfg, out, seconds, rows)
     except _NotPlannedError as error:
         print(f"memory is not planned: {error}", flush=True)
         return {}
@@ -72,13 +79,25 @@ def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, own_allocator: 
     return peaks
 
 
-def _plan(cfg: Any, out: Path, seconds: float) -> dict[str, Any]:
+def _have_images(rows: Sequence[Row]) -> bool:
+    """Whether one of these rows, of many only `SEEN_ROWS`, has images or videos; True if no row is known."""
+    count = min(SEEN_ROWS, len(rows))
+    try:
+        prompts = [prompt_of(rows[i * len(rows) // count]) for i in range(count)]
+    except ValueError:  # a row that cannot be read
+        return True
+    return not prompts or any(prompt.images or prompt.videos for prompt in prompts)
+
+
+def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str, Any]:
     """What `python -m rlkit.plan RECIPE --json` prints, or the plan of an earlier start with the same options."""
     options = {name: x for name, x in asdict(cfg).items() if name not in OF_ONE_RUN}
     gpu, machine = torch.cuda.get_device_properties(torch.cuda.current_device()), os.environ.get("LOCAL_WORLD_SIZE")
     world = dist.get_world_size() if dist.is_initialized() else 1
     arguments = ["--nproc", str(world), "--gpus_per_node", machine or str(world)]
     arguments += ["--gpu", gpu.name, "--gpu_memory", str(gpu.total_memory / 2**30)]
+    if not _have_images(rows):
+        arguments += ["--image_tokens", "0"]
     request = json.loads(json.dumps({"arguments": arguments, "options": options}, default=str))
     try:
         saved = json.loads((out / FILE).read_text())

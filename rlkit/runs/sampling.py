@@ -106,14 +106,18 @@ class PolicySampler:
         self.encoder = encoder_for(cfg, processor)
         self.sent_bytes = 0  # of the last weight sync
 
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt that leave room for an answer in the context of model and sampler."""
+        return context_length(self.engine, self.rollout) - self.cfg.max_new_tokens
+
     def encode(self, rows: Iterable[tuple[int, Any]]) -> Prompts:
         """Encode this rank's share of the (group id, row) pairs of all ranks.
 
         Rows that cannot be read, are longer than `cfg.max_prompt_tokens`, or leave no room for an answer are skipped,
         and named in the log.
         """
-        room = context_length(self.engine, self.rollout) - self.cfg.max_new_tokens
-        max_tokens = min(self.cfg.max_prompt_tokens or room, room)
+        max_tokens = min(self.cfg.max_prompt_tokens or self.longest_prompt, self.longest_prompt)
         share = encode_share(rows, _unchanged, self.encoder, self.run, self.engine, max_tokens=max_tokens)
         return Prompts(*share)
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from rlkit.data.samples import Row
 from rlkit.engines.distributed import init_distributed
 from rlkit.profiling import StepProfiler
 from rlkit.report import write_page
@@ -75,11 +76,14 @@ def one_sentence_errors(recipe: str) -> Iterator[None]:
         sys.exit(f"{recipe}: {error}")
 
 
-def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool = False) -> Run:
+def start_run(
+    recipe: str, cfg: RunOptions, task: str, rows: Sequence[Row] = (), *, starts_servers: bool = False
+) -> Run:
     """Join the other ranks, claim the run's directory and servers, and open its logs, before anything is loaded.
 
     Args:
         recipe, task: the run's name is RECIPE-TASK-seedSEED.
+        rows: rows to train on, for the plan of the run's memory, see `planned_memory`.
         starts_servers: the recipe itself starts sampling servers if the options name none.
 
     Raises:
@@ -106,7 +110,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
     check_hub(cfg)
     if servers := getattr(cfg, "servers", ()):
         decided_by_rank_0(lambda: claim_servers(servers, f"the run in {out.resolve()}"))
-    planned = planned_memory(cfg, out)
+    planned = planned_memory(cfg, out, rows)
     first = dist.get_rank() == 0
     if first:
         for change in changes:

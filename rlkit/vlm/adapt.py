@@ -143,7 +143,7 @@ def lora(
     model: Any,
     rank: int,
     alpha: int,
-    target_modules: str = "all-linear",
+    target_modules: str | Sequence[str] = "all-linear",
     exclude_modules: str | None = None,
     *,
     adapt_towers: bool = False,
@@ -156,7 +156,8 @@ def lora(
         model: from transformers.
         rank: r of the paper.
         alpha: alpha of the paper.
-        target_modules: "all-linear", or a regular expression that must match a module's full name.
+        target_modules: "all-linear", a regular expression that must match a module's full name, or a list of the last
+            parts of modules' names.
         exclude_modules: modules without adapters, a regular expression that must match a module's full name.
         adapt_towers: also adapt the modules that encode images, videos and audio, see `encoder_modules`.
 
@@ -177,13 +178,13 @@ def lora(
     unadaptable = _unadaptable_layers(model)
     if unadaptable and target_modules == "all-linear":
         excluded.append("|".join(map(re.escape, unadaptable)))
-    elif chosen := [name for name in unadaptable if re.fullmatch(target_modules, name)]:
+    elif chosen := [name for name in unadaptable if _is_target(name, target_modules)]:
         why = unadaptable[chosen[0]]
         raise ValueError(f"target_modules: expected layers that LoRA can adapt, got {chosen[0]}: {why}")
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=target_modules,
+        target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
         exclude_modules="|".join(f"({pattern})" for pattern in excluded) or None,
     )
     random_state = torch.get_rng_state()
@@ -202,6 +203,13 @@ def lora(
         for layer in adapted:
             _initialise(layer)
     return model
+
+
+def _is_target(name: str, target_modules: str | Sequence[str]) -> bool:
+    """Whether peft adapts the module of this name."""
+    if isinstance(target_modules, str):
+        return re.fullmatch(target_modules, name) is not None
+    return any(f".{name}".endswith(f".{target}") for target in target_modules)
 
 
 def _initialise(layer: Any) -> None:

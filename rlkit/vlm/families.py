@@ -268,6 +268,8 @@ def head_obstacle(config: Any, head: Any = None) -> str | None:
     """
     if hasattr(head, "lora_A"):
         return "its output layer has adapters"
+    if config.model_type == "chameleon":
+        return "it suppresses the tokens of images in its logits, after the output layer"
     text = config.get_text_config()
     changed = [name for name in LOGIT_TRANSFORMS if getattr(text, name, None) not in (None, 1.0)]
     return f"its logits are transformed after the output layer ({', '.join(changed)})" if changed else None

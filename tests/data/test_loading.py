@@ -120,6 +120,17 @@ def test_a_directory_has_the_answers_of_its_file(tmp_path, name, texts, answers)
     assert [row["answer"] for row in open_stream(str(tmp_path), "train")] == answers
 
 
+def test_a_directory_that_datasets_has_read_before_is_read_the_same(tmp_path, monkeypatch):
+    """Its cache has the types that it took the texts for."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.csv").write_text("question,answer\na,007\n")
+    assert datasets.load_dataset(str(tmp_path / "rows"))["train"]["answer"] == [7]
+    assert [row["answer"] for row in load_task(str(tmp_path / "rows")).splits["train"]] == ["007"]
+
+
 def test_texts_of_a_directory_are_read_with_the_settings_of_its_readme(tmp_path):
     (tmp_path / "rows.csv").write_text("question|answer\na|1\n")
     configs = "configs:\n- config_name: main\n  sep: '|'\n  data_files: rows.csv\n"

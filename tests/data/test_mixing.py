@@ -3,7 +3,8 @@ from collections import Counter
 
 import pytest
 
-from rlkit.data import Task, load_task, step_rows, with_heldout
+from rlkit.data import Task, load_task, load_unpaired, step_rows, with_heldout
+from rlkit.data.loading import BUILT_IN
 from rlkit.data.mixing import easiest_rows, mix_tasks, sort_by_difficulty, widen_share
 from rlkit.data.samples import append_response, prompt_sample
 from rlkit.rewards import score
@@ -49,13 +50,36 @@ def test_a_mixture_is_a_task_like_any_other():
 
 
 @pytest.mark.parametrize("share", ["0.001", "0.1", "0.5"])
-def test_repeated_rows_are_held_out_together(share):
-    held = with_heldout(mix_tasks([task("a", 12), task("b", 102)], [1, 1]), share)
-    assert not set(questions(held.train)) & set(questions(held.heldout))
-    assert len(held.train) + len(held.heldout) == 200
-    assert len(held.heldout) == pytest.approx(float(share) * 200, abs=10)
+def test_repeated_rows_are_held_out_together_and_once(share):
+    mixture = mix_tasks([task("a", 12), task("b", 102)], [1, 1])
+    held = with_heldout(mixture, share)
+    trained, heldout, times = questions(held.train), questions(held.heldout), Counter(questions(mixture.train))
+    assert not set(trained) & set(heldout) and {*trained, *heldout} == times.keys()
+    assert len(set(heldout)) == len(heldout)
+    assert len(trained) == 200 - sum(times[question] for question in heldout)
+    assert len(trained) == pytest.approx((1 - float(share)) * 200, abs=10)
     with pytest.raises(ValueError, match="expected a share that leaves rows to train on"):
         with_heldout(mix_tasks([task("a", 3)], [1]), "0.9")
+
+
+def test_both_answers_of_a_repeated_pair_are_held_out_once(monkeypatch):
+    """Also in a mixture of mixtures."""
+    mixture = mix_tasks([mix_tasks([task("a", 4), task("b", 32)], [1, 1]), task("c", 62)], [1, 1])
+    monkeypatch.setitem(BUILT_IN, "mixture", lambda: mixture)
+    unpaired = load_unpaired("mixture")
+    assert len(unpaired.train) == 2 * len(mixture.train) == 240
+
+    def answers(rows):
+        return [(row["question"], row["completion"], row["label"]) for row in rows]
+
+    every = {*answers(unpaired.train)}
+    assert len(every) == 2 * (2 + 30 + 60)
+    for share in ("0.2", "0.5"):
+        held = with_heldout(unpaired, share)
+        trained, heldout = answers(held.train), answers(held.heldout)
+        assert len({*heldout}) == len(heldout) and not {*trained} & {*heldout} and {*trained, *heldout} == every
+    of_all = answers(with_heldout(unpaired, "all").heldout)
+    assert sorted(of_all) == sorted([*every, *answers(unpaired.heldout)])
 
 
 def test_each_row_is_judged_by_its_own_task():

@@ -51,6 +51,10 @@ TEXT = {
     },
     "glm4_moe": {**ROUTED, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "ministral3": {},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
     "olmo3": {"sliding_window": 5, "layer_types": BOTH},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "granitemoehybrid": {

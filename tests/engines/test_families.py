@@ -442,6 +442,17 @@ def test_families_that_change_logits_after_the_output_layer_are_known(family, op
     assert head_obstacle(text_model("llama", {}).config) is None
 
 
+def test_chameleon_suppresses_the_tokens_of_images_after_the_output_layer():
+    """Fused kernels would give them a probability."""
+    tokens_of_images = {f"IMGIMG{letter}Z": 10 + i for i, letter in enumerate("ABCD")}
+    vq_config = {"base_channels": 32, "num_embeddings": 4, "embed_dim": 8, "latent_channels": 8, "resolution": 16}
+    options = {"vocabulary_map": {"<image>": 3, **tokens_of_images}, "vq_config": {**vq_config, "num_res_blocks": 1}}
+    config = AutoConfig.for_model("chameleon", **{**BASE, **options})
+    logits = AutoModelForImageTextToText.from_config(config)(torch.tensor([[5, 6, 7]])).logits
+    assert (logits[..., 10:14] == torch.finfo(logits.dtype).min).all() and logits[..., 14:].min() > -10
+    assert "suppresses the tokens of images in its logits" in head_obstacle(config)
+
+
 def test_attention_temperature_of_llama4_follows_positions():
     """transformers computes it by the index in the row, which padding on the left and packing shift."""
     model, (batch, weights) = text_model("llama4_text", {**TEXT["llama4_text"], "floor_scale": 3}, "eager"), rows()

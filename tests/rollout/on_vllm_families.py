@@ -86,11 +86,6 @@ MORE["mistral4"] = {
         "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
     },
 }  # fmt: skip
-# families that vLLM runs by transformers' code, for which no other test has a configuration
-OF_TRANSFORMERS = {
-    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2}, "olmo2": {}, "seed_oss": {},
-    "smollm3": {"no_rope_layers": [1, 0]},
-}  # fmt: skip
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4, 6, 6], "mini": [4, 2, 2]}
@@ -144,7 +139,7 @@ def seeing(family, reader):
 
 
 def of_text(family, reader):
-    config = BASE | (TEXT | OF_TRANSFORMERS)[family] | WIDE | MORE.get(family, {})
+    config = BASE | TEXT[family] | WIDE | MORE.get(family, {})
     config |= dict.fromkeys([name for name in config if "vocab_size" in name], len(reader))
     config = AutoConfig.for_model(family, **config)
     return seeded(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager"))

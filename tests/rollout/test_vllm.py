@@ -82,7 +82,7 @@ def run(folder, names):
 def by_rank(tmp_path_factory):
     """Measurements of all cases, on each rank."""
     names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, *BFLOAT16, OTHER_CPU, *REFUSED])]
-    names += [*(f"positions/{name}" for name in POSITIONS), *SPLITS, "two_ranks/recipe"]
+    names += [*(f"positions/{name}" for name in POSITIONS), *SPLITS, "two_ranks/recipe", "two_ranks/failed_start"]
     return run(tmp_path_factory.mktemp("vllm"), names)
 
 
@@ -266,6 +266,12 @@ def test_a_recipe_sends_adapters_alone(by_rank):
         (size,) = {row["weight_sync/bytes"] for row in facts["steps"]}
         assert size < 100_000  # merged weights have 2.9 MB
         assert all(row["grad_norm"] > 0 for row in facts["steps"])
+
+
+def test_an_engine_starts_after_one_that_could_not(by_rank):
+    """vLLM kept the process groups of the first one, in which two ranks share an engine."""
+    for facts in (part["two_ranks/failed_start"] for part in by_rank):
+        assert "No available memory for the cache blocks" in facts["error"] and facts["answers"] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -83,6 +83,30 @@ def test_a_run_that_fits_has_planned_metrics(recipe, model, gpu, tmp_path, capsy
     assert "planned_memory/generate" not in row  # this phase has not come
 
 
+@pytest.mark.parametrize(
+    ("rows", "of_images"),
+    [
+        ((), True),
+        ([{"question": "q", "images": []}] * 300, False),
+        ([{"question": "q", "images": []}] * 5 + [{"question": "q", "images": ["a.png"]}], True),
+        ([{"question": "q", "video": "a.mp4"}], True),
+        ([{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}], True),
+        ([{"question": "", "unreadable": "row 1: no question"}], True),
+    ],
+)
+def test_a_task_without_images_has_no_images_in_its_prompts(recipe, model, gpu, tmp_path, monkeypatch, rows, of_images):
+    """A vision-language model would otherwise be planned with images that fill every prompt."""
+    asked = []
+
+    def plan(recipe, arguments, *_):
+        asked.append(arguments)
+        return {"fits": True, "verdict": "fits", "rows": "rows", "phases": {}}
+
+    monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
+    planned_memory(options(recipe, model), tmp_path, rows)
+    assert (asked[0][-2:] == ["--image_tokens", "0"]) != of_images
+
+
 def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
     gpu.total_memory = 200 << 20
     with pytest.raises(ValueError) as refused:

@@ -60,24 +60,31 @@ def test_why_too_few_were_judged():
     assert problem.endswith("2 rows were skipped, the first because of row 3: too long")
 
 
+def evaluating(folder, generate, reward, named):
+    """A sampler with a context of 64 tokens, and what a run records and prints."""
+    recorded, said = {}, []
+    nothing = lambda *_: None  # noqa: E731
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=4096))
+    engine = SimpleNamespace(global_sum=same, get_per_tensor_param=lambda: iter(()), config=config)
+    rollout = SimpleNamespace(wake_up=nothing, update_weights=nothing, sleep=nothing, max_model_len=64)
+    cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
+    run = SimpleNamespace(
+        phase=nothing, stop=sys.exit, writes=False, log_evaluation=recorded.update, out=folder, step=0,
+        print=said.append,
+    )  # fmt: skip
+    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=reward), None, engine, rollout, generate=generate)
+    return sampler, recorded, said
+
+
 @pytest.mark.parametrize(("named", "value"), [("", None), ("mine:reward", None), ("mine:reward", 0.0)])
 def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tmp_path):
     """A file without answers has nothing to judge with; its held-out loss is measured all the same."""
-    engine = SimpleNamespace(global_sum=same, get_per_tensor_param=lambda: iter(()))
-    nothing = lambda *_: None  # noqa: E731
-    rollout = SimpleNamespace(wake_up=nothing, update_weights=nothing, sleep=nothing)
 
     def generate(prompts, sampling, n, on_finished):
         on_finished(0, of_a_rank(0, 1).generated[:2])
         return of_a_rank(0, 1).generated[:2]
 
-    cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
-    recorded = {}
-    run = SimpleNamespace(
-        phase=nothing, stop=sys.exit, writes=False, log_evaluation=recorded.update, out=tmp_path, step=0
-    )
-    task = SimpleNamespace(reward=lambda text, row: value)
-    sampler = PolicySampler(cfg, run, task, None, engine, rollout, generate=generate)
+    sampler, recorded, _ = evaluating(tmp_path, generate, lambda text, row: value, named)
     heldout = Prompts([prompt_sample([1])])
     if named and value is None:
         reason = "^held-out answers: expected at least one of 2 judged, got 0: 2 x a reward of None$"
@@ -87,8 +94,31 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tm
         assert len(evaluate_heldout(sampler, heldout, "before", heldout_loss=0.5)) == (0 if value is None else 2)
         assert recorded["heldout_loss_before"] == 0.5 and recorded["heldout"] == 1
         assert ("accuracy_before" in recorded) == (value is not None)
-    cfg.max_new_tokens = 0
+    sampler.cfg.max_new_tokens = 0
     assert evaluate_heldout(sampler, heldout, "after") == []
+
+
+def test_heldout_prompts_without_room_for_an_answer_get_none(tmp_path):
+    """Rows with given answers are encoded for their loss; the sampler's context of 64 tokens may hold fewer."""
+    asked = []
+
+    def generate(prompts, sampling, n, on_finished):
+        asked.extend(prompt.group_id for prompt in prompts)
+        return []
+
+    sampler, recorded, said = evaluating(tmp_path, generate, None, "")
+    lengths = (10, 58, 59, 200, 60, 60, 60, 60, 60)
+    heldout = Prompts([replace(prompt_sample([1] * length), group_id=i) for i, length in enumerate(lengths)])
+    for when in ("before", "after"):
+        evaluate_heldout(sampler, heldout, when, heldout_loss=0.5)
+    assert asked == [0, 1] * 2 and recorded["heldout"] == len(lengths)
+    assert said == [
+        "held-out: 7 prompts of more than 58 tokens leave no room for an answer of 6 tokens, and get none: "
+        "group 2 (59), group 3 (200), group 4 (60), group 5 (60), group 6 (60), ..."
+    ]
+    sampler.cfg.max_new_tokens = 0
+    evaluate_heldout(sampler, heldout, "before")
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("most", [0, 1000])

@@ -113,14 +113,14 @@ def test_torchruns_summary_ends_with_the_sentence(tmp_path):
 
 
 def test_a_run_is_planned_before_it_starts(tiny, tmp_path, monkeypatch):
-    def refuse(cfg, out):
-        raise ValueError("the run does not fit")
+    def refuse(cfg, out, rows):
+        raise ValueError(f"the run does not fit with {len(rows)} rows")
 
     monkeypatch.setattr("rlkit.runs.start.planned_memory", refuse)
     cfg = TrainingOptions(out=str(tmp_path), model=tiny)
-    with pytest.raises(SystemExit, match="^recipe: the run does not fit$"), one_sentence_errors("recipe"):
-        start_run("recipe", cfg, "task")
-    monkeypatch.setattr("rlkit.runs.start.planned_memory", lambda cfg, out: {"train": 1.5})
+    with pytest.raises(SystemExit, match="^recipe: the run does not fit with 2 rows$"), one_sentence_errors("recipe"):
+        start_run("recipe", cfg, "task", [{}, {}])
+    monkeypatch.setattr("rlkit.runs.start.planned_memory", lambda cfg, out, rows: {"train": 1.5})
     run = start_run("recipe", cfg, "task")
     assert run.planned_memory == {"train": 1.5}
     run.close()

@@ -510,7 +510,7 @@ class MegatronEngine:
         """
         reader, optimizer = checkpoint.TensorReader(path), self.distributed_optimizer
         copies = {LM_HEAD} if self.model.share_embeddings_and_output_weights else set()
-        reader.check(expected_shapes(self.parameters, optimizer, self.hf_shapes), self.trained_names | copies)
+        reader.check(expected_shapes(reader, self.parameters, optimizer, self.hf_shapes), self.trained_names | copies)
         own = checkpoint.scheduler_state(self.scheduler) | checkpoint.random_states(self.device)
         state: dict[str, Any] = {name: x for name, x in own.items() if name in reader.names}
         if optimizer is not None:

@@ -20,7 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from rlkit.engines.checkpoint import TensorReader
+from rlkit.engines.checkpoint import TensorReader, parameters_with_moments
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.megatron.weights import (
     MappedParameter,
@@ -239,7 +239,8 @@ def load_tensors(
 ) -> None:
     """Set trained weights, moments and steps from a checkpoint.
 
-    The tensors of one parameter are read at a time: a rank never holds the model, nor its optimizer state.
+    The tensors of one parameter are read at a time: a rank never holds the model, nor its optimizer state. Moments and
+    steps that the checkpoint does not have, for example as it was saved before the first update, are 0.
 
     Args:
         reader: of the checkpoint, whose shapes are `expected_shapes`.
@@ -248,33 +249,39 @@ def load_tensors(
         config: Megatron's.
         shapes: of the parameters of the transformers module.
     """
+    with_moments = parameters_with_moments(reader.names)
     for parameter, names in parameters:
         if not parameter.requires_grad:
             continue
         has_shard = optimizer is not None and local_shard(optimizer, parameter) is not None
         of_module = list(dict.fromkeys(map(module_name, names)))
         for kind in ("param", *MOMENTS) if has_shard else ("param",):
-            tensors = {name: torch.empty(shapes[name]) for name in of_module}
-            moments = {"optimizer": {"state": {name: {kind: x} for name, x in tensors.items()}}}
-            reader.fill({"model": tensors} if kind == "param" else moments)
+            tensors = {name: torch.zeros(shapes[name]) for name in of_module}
+            moments = {name: {kind: x} for name, x in tensors.items() if name in with_moments}
+            reader.fill({"model": tensors} if kind == "param" else {"optimizer": {"state": moments}})
             part = torch.empty(parameter.shape)
             copy_local_part(part, [module_to_file(name, tensors) for name in names], parameter, config)
             set_values(parameter, optimizer, {kind: part})
         if has_shard:
             step = torch.zeros(())
-            reader.fill({"optimizer": {"state": {of_module[0]: {"step": step}}}})
+            if of_module[0] in with_moments:
+                reader.fill({"optimizer": {"state": {of_module[0]: {"step": step}}}})
             set_values(parameter, optimizer, {"step": step})
 
 
 def expected_shapes(
-    parameters: Sequence[MappedParameter], optimizer: DistributedOptimizer | None, shapes: Mapping[str, torch.Size]
+    reader: TensorReader,
+    parameters: Sequence[MappedParameter],
+    optimizer: DistributedOptimizer | None,
+    shapes: Mapping[str, torch.Size],
 ) -> dict[str, torch.Size]:
-    """The shapes that the tensors of this stage have in a checkpoint, by their names there."""
+    """The shapes of the tensors that `load_tensors` reads from a checkpoint, by their names there."""
+    with_moments = parameters_with_moments(reader.names)
     training = [one for one in parameters if one.parameter.requires_grad]
     expected = {}
     for name in dict.fromkeys(module_name(name) for one in training for name in one.hf_names):
         expected[f"model.{name}"] = shapes[name]
-        if optimizer is not None:
+        if optimizer is not None and name in with_moments:
             expected |= {f"optimizer.state.{name}.{kind}": shapes[name] for kind in MOMENTS}
             expected[f"optimizer.state.{name}.step"] = torch.Size()
     return expected
