@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
-from rlkit.engines.distributed import local_part
+from rlkit.engines.distributed import BUCKET_BYTES, local_part
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses import jsd_loss, token_mean
@@ -20,9 +20,9 @@ from rlkit.plan.fake_ranks import fake_ranks
 from rlkit.plan.kernels import use_own_attention, use_planned_attention
 from rlkit.plan.ledger import GATHERED, Ledger
 from rlkit.plan.workload import Workload, largest_micro_batches, longest_batch
+from rlkit.rollout.servers.weight_transfer import buckets
 from rlkit.runs.models import shared_options, trained_part, training_engine
 from rlkit.runs.options import sends_adapters
-from rlkit.runs.sampling import ADAPTER_BUCKET_BYTES
 from rlkit.vlm.loading import empty_model, has_vision
 from rlkit.vlm.nf4 import weight_counts
 
@@ -249,8 +249,13 @@ def _send_weights(engine: Any, cfg: Any, ledger: Ledger) -> None:
     ledger.begin("weight sync")
     dtype = None if cfg.rollout == "hf" else torch.bfloat16
     if sends_adapters(cfg):
-        weights = list(engine.get_adapter(ADAPTER_BUCKET_BYTES, dtype)[1])  # a file of them all is made
+        weights = list(engine.get_adapter(dtype=dtype)[1])  # a file of them all is made
         del weights
+    elif cfg.rollout in ("vllm_server", "sglang"):
+        for bucket in buckets(engine.get_per_tensor_param(dtype=dtype), BUCKET_BYTES):
+            sent = bucket  # by rank 0, while the next one is filled
+            del bucket
+        del sent
     else:
         for weight in engine.get_per_tensor_param(dtype=dtype):
             del weight  # free it before the next one is gathered

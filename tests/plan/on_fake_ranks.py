@@ -35,7 +35,7 @@ from rlkit.vlm.pretrained import SMOLLM2
 
 CASES = {  # ranks, options
     "one_rank": (1, []),
-    "three_ranks": (3, []),
+    "three_ranks": (3, ["--rollout", "vllm_server", "--servers", "http://a:1"]),
     "two_by_two": (4, ["--parallel", "fsdp_size", "2", "--enable_gradient_checkpointing"]),
     "ulysses": (4, ["--ulysses_sequence_parallel_size", "2"]),
     "lora": (2, ["--lora_rank", "4", "--dtype", "bfloat16", "--sync_adapters", "--rollout", "vllm"]),

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import (
+    BUCKET_BYTES,
     all_reduce,
     check_same_rows,
     full_tensor,
@@ -400,7 +401,7 @@ class Fsdp2Engine:
     # --- for samplers, references and other ranks
 
     def get_per_tensor_param(
-        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+        self, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter and every saved buffer, with adapters merged.
 
@@ -408,8 +409,8 @@ class Fsdp2Engine:
         vLLM, which drops the values of its parameters when it sleeps. All ranks iterate together.
 
         Args:
-            bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
-                is most of the memory that this takes.
+            bucket_bytes: gather tensors of up to this many bytes at once; with 0 one tensor at a time. The bucket is
+                most of the memory that this takes.
             dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. Weights
                 are cast before they are gathered; weights with adapters after these have been merged.
         """
@@ -417,7 +418,7 @@ class Fsdp2Engine:
         yield from checkpoint_buffers(self.base)
 
     def get_adapter(
-        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+        self, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
         """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each.
 
