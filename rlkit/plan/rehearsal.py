@@ -117,7 +117,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     batch = largest_micro_batches(workload, config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
     resident = _run_phases(cfg, roles, engines, batch, ledger)
     return Rehearsal(
-        peaks={phase: _of_later_steps(kinds, resident) for phase, kinds in ledger.peaks.items()},
+        peaks=_of_later_steps(ledger.peaks, resident, several_updates=_updates_per_batch(cfg) > 1),
         resident=resident,
         host=sum(getattr(engine, "host_bytes", 0) for engine in engines.values()),
         parameters=counts.parameters,
@@ -191,10 +191,27 @@ def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tenso
     return function
 
 
-def _of_later_steps(peak: dict[str, int], resident: dict[str, int]) -> dict[str, int]:
-    """The peak of this phase in later steps, when the optimizer state exists from the start."""
-    optimizer = max(peak.get("optimizer", 0), resident.get("optimizer", 0))
-    return {**peak, "optimizer": optimizer} if optimizer else peak
+def _of_later_steps(
+    peaks: dict[str, dict[str, int]], resident: dict[str, int], *, several_updates: bool
+) -> dict[str, dict[str, int]]:
+    """Peaks by phase in later steps, when the optimizer state exists from the start.
+
+    With several updates on a batch, state that is offloaded between phases is there from the second forward on.
+    """
+    of_later_steps = {}
+    for phase, kinds in peaks.items():
+        optimizer = max(kinds.get("optimizer", 0), resident.get("optimizer", 0))
+        if several_updates and phase.endswith("forward and backward"):
+            step = peaks[phase.replace("forward and backward", "optimizer step")]
+            optimizer = max(optimizer, step["optimizer"])
+        of_later_steps[phase] = {**kinds, "optimizer": optimizer} if optimizer else kinds
+    return of_later_steps
+
+
+def _updates_per_batch(cfg: Any) -> int:
+    """Optimizer steps on the rows of one sampling phase."""
+    passes = getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
+    return passes * getattr(cfg, "mini_batches", 1)
 
 
 def _options(cfg: Any, config: Any) -> dict[str, Any]:
