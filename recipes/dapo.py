@@ -109,12 +109,14 @@ def draw_batch(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
 
 def update(batch, groups, cfg: Config, step: int, engine) -> dict[str, float]:
     """One optimizer step for each mini-batch of groups, in an order drawn for this step."""
-    if cfg.mini_batches > 1:
-        batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
     loss_fn, outputs = partial(policy_loss, cfg=cfg), ("logprobs", "entropy")
     groups = np.random.default_rng((cfg.seed, step)).permutation(groups)
-    parts = runs.mini_batches(batch, groups, cfg.mini_batches, engine)
-    return runs.mean_metrics([engine.train_batch(part, loss_fn, outputs=outputs) for part in parts])
+    with runs.keep_on_device(engine):
+        if cfg.mini_batches > 1:
+            batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
+        parts = runs.mini_batches(batch, groups, cfg.mini_batches, engine)
+        updates = [engine.train_batch(part, loss_fn, outputs=outputs) for part in parts]
+    return runs.mean_metrics(updates)
 
 
 def main(cfg: Config) -> None:

@@ -191,12 +191,16 @@ def main(cfg: Config) -> None:
             run.stop("none of its rows can be asked about; see the log")
         if not cfg.teacher_servers:
             ask_engine(teacher, batch, cfg)
-        if cfg.updates_per_batch > 1:
-            batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        for _ in range(cfg.updates_per_batch):
-            metrics = engine.train_batch(
-                batch, loss_fn, outputs=("logprobs", "entropy"), logit_functions=logit_functions
-            )
+        with runs.keep_on_device(engine):
+            if cfg.updates_per_batch > 1:
+                batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
+            for _ in range(cfg.updates_per_batch):
+                metrics = engine.train_batch(
+                    batch,
+                    loss_fn,
+                    outputs=("logprobs", "entropy"),
+                    logit_functions=logit_functions,
+                )
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | counts

@@ -176,8 +176,9 @@ def main(cfg: Config) -> None:
             run.stop("none of its rows can be trained on; see the log")
 
         run.phase("train")
-        batch = add_reference(batch, reference)
-        metrics = engine.train_batch(batch, loss_fn)
+        with runs.keep_on_device(engine):
+            batch = add_reference(batch, reference)
+            metrics = engine.train_batch(batch, loss_fn)
         run.log(step, metrics | counts, show={"loss": "loss", "accuracy": "preference/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)
         if runs.evaluate_every(cfg, run, step, evaluate, engine):

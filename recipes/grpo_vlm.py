@@ -112,11 +112,12 @@ def main(cfg: Config) -> None:
         batch = collate(answers.judged)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
-        batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-        if cfg.updates_per_batch > 1:
-            batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        for _ in range(cfg.updates_per_batch):
-            metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+        with runs.keep_on_device(engine):
+            batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
+            if cfg.updates_per_batch > 1:
+                batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
+            for _ in range(cfg.updates_per_batch):
+                metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)

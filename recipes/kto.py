@@ -102,8 +102,8 @@ def estimate_z0(sequences, cfg: Config, engine, reference):
     if not cfg.baseline:
         return torch.tensor(0.0)
     others = collate(sequences[1::2])
-    logprobs = sequence_logprobs(engine.infer_batch(others)["logprobs"], others.mask)
     ref_logprobs = sequence_logprobs(reference(others), others.mask)
+    logprobs = sequence_logprobs(engine.infer_batch(others)["logprobs"], others.mask)
     return kto_kl_estimate(logprobs, ref_logprobs, engine.global_sum)
 
 
@@ -148,10 +148,11 @@ def main(cfg: Config) -> None:
             run.stop("none of its rows can be trained on; see the log")
 
         run.phase("train")
-        batch.add(ref_logprobs=reference(batch))
-        z0 = estimate_z0(answers.sequences, cfg, engine, reference)
-        loss_fn = partial(answer_loss, z0=z0, good=counts.pop("good"), cfg=cfg)
-        metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}
+        with runs.keep_on_device(engine):
+            batch.add(ref_logprobs=reference(batch))
+            z0 = estimate_z0(answers.sequences, cfg, engine, reference)
+            loss_fn = partial(answer_loss, z0=z0, good=counts.pop("good"), cfg=cfg)
+            metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}
         run.log(step, metrics, show={"loss": "loss", "accuracy": "marked/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)
         if runs.evaluate_every(cfg, run, step, evaluate, engine):

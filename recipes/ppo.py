@@ -149,8 +149,9 @@ def imitation_weights(part, engine):
 def add_estimates(batch, cfg: Config, engine, critic, reference, moments: RunningMoments):
     """Add to a batch what both losses need; return metrics over all ranks."""
     rewards, mask = batch.rewards, batch.mask
-    old = engine.infer_batch(batch)["logprobs"]  # [B, T]
-    ref = reference(batch) if reference else batch.rollout_logprobs
+    with runs.keep_on_device(engine):  # with LoRA it is also the reference
+        ref = reference(batch) if reference else batch.rollout_logprobs
+        old = engine.infer_batch(batch)["logprobs"]  # [B, T]
     values = critic.infer_batch(batch)["values"]  # [B, T], of the prefix before each token
     scaled = scaled_rewards(rewards, moments.mean, moments.std, cfg.reward_clip or torch.inf)
     token_rewards = kl_in_reward(scaled, kl_k1(old, ref, mask), mask, cfg.kl_coef)  # [B, T]
@@ -177,25 +178,26 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
 
 
 def update(batch, cfg: Config, step: int, engine, critic):
-    """All optimizer steps of policy and critic on a batch; returns their mean metrics."""
-    updates = []
+    """All optimizer steps of the critic on a batch, then those of the policy; mean metrics."""
+    parts = []
     for epoch in range(cfg.ppo_epochs):
         prompts = np.random.default_rng((cfg.seed, step, epoch)).permutation(cfg.prompts_per_step)
-        for part in runs.mini_batches(batch, prompts, cfg.mini_batches, engine):
-            if engine.global_sum(part.mask.sum()) == 0:  # all rows were skipped or unjudged
-                continue
-            part.add(lm_weights=imitation_weights(part, engine))
-            metrics = critic.train_batch(part, partial(value_loss, cfg=cfg))
-            metrics = {
-                f"critic/{name}": metrics[name]
-                for name in ("loss", "grad_norm", "lr", "skipped_steps")
-            }
-            if step >= cfg.critic_warmup:
-                metrics |= engine.train_batch(
-                    part, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
-                )
-            updates.append(metrics)
-    return runs.mean_metrics(updates)
+        parts += runs.mini_batches(batch, prompts, cfg.mini_batches, engine)
+    # a part is empty if all of its rows were skipped or unjudged
+    parts = [part for part in parts if engine.global_sum(part.mask.sum()) > 0]
+    for part in parts:
+        part.add(lm_weights=imitation_weights(part, engine))
+    with runs.keep_on_device(critic):
+        loss_fn = partial(value_loss, cfg=cfg)
+        means = runs.mean_metrics([critic.train_batch(part, loss_fn) for part in parts])
+    kept = ("loss", "grad_norm", "lr", "skipped_steps")
+    metrics = {f"critic/{name}": x for name, x in means.items() if name in kept}
+    if step >= cfg.critic_warmup:
+        with runs.keep_on_device(engine):
+            loss_fn, outputs = partial(policy_loss, cfg=cfg), ("logprobs", "entropy")
+            updates = [engine.train_batch(part, loss_fn, outputs=outputs) for part in parts]
+        metrics |= runs.mean_metrics(updates)
+    return metrics
 
 
 def step_totals(batch, cfg: Config, engine, critic):

@@ -133,12 +133,13 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         rewards = rewards_to_tokens(batch.rewards, batch.mask)  # [B, T]
-        batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-        if cfg.kl_coef:
-            kl = kl_k1(batch.rollout_logprobs, batch.ref_logprobs, batch.mask)
-            rewards = kl_in_reward(rewards, kl, batch.mask, cfg.kl_coef)
-        batch.add(advantages=advantages(rewards, batch, cfg, engine.global_sum))
-        metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+        with runs.keep_on_device(engine):
+            batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
+            if cfg.kl_coef:
+                kl = kl_k1(batch.rollout_logprobs, batch.ref_logprobs, batch.mask)
+                rewards = kl_in_reward(rewards, kl, batch.mask, cfg.kl_coef)
+            batch.add(advantages=advantages(rewards, batch, cfg, engine.global_sum))
+            metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)

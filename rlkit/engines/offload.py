@@ -21,7 +21,8 @@ class Offloaded:
     blocks of `BLOCK_BYTES`: an allocation for each tensor would take up to twice the memory. All copies are queued
     before the first one is waited for.
 
-    A tensor must not be used between `unload` and `load`.
+    A tensor must not be used between `unload` and `load`. Contents that have not changed since the last `unload` need
+    no second copy: their copy is still on the host.
 
     Attributes:
         host_bytes: size of the copies.
@@ -34,15 +35,23 @@ class Offloaded:
         self._is_unloaded = False
 
     @torch.no_grad()
-    def unload(self, tensors: Iterable[Tensor]) -> None:
-        """Copy tensors to the host and free their memory; of a sharded tensor the part of this rank."""
+    def unload(self, tensors: Iterable[Tensor], changed: Iterable[Tensor] | None = None) -> None:
+        """Copy tensors to the host and free their memory; of a sharded tensor the part of this rank.
+
+        Args:
+            tensors: plain tensors, or DTensors.
+            changed: those of them whose contents may differ from the last `unload`; by default all.
+        """
         if self._is_unloaded:
             return
         storages = {storage._cdata: storage for x in tensors for storage in _storages(x) if storage.nbytes()}
+        outdated = storages if changed is None else {storage._cdata for x in changed for storage in _storages(x)}
+        copied = {(storage._cdata, start) for storage, _, start in self._storages}
         self._storages, self.host_bytes = [], 0
-        for storage in storages.values():
+        for key, storage in storages.items():
             self._storages.append((storage, storage.nbytes(), self.host_bytes))
-            copy_to_host(storage, self._blocks, self.host_bytes)
+            if key in outdated or (key, self.host_bytes) not in copied:
+                copy_to_host(storage, self._blocks, self.host_bytes)
             self.host_bytes += storage.nbytes()
         if any(storage.device.type == "cuda" for storage in storages.values()):
             torch.cuda.synchronize()

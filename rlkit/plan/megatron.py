@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rlkit.engines.distributed import BUCKET_BYTES
 from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe, padded_vocabulary
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses._kernels import CHUNK_BYTES
@@ -330,11 +331,14 @@ def head_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch) -> int:
 
 
 def _gathered(cfg: Any, trained: dict[str, Any], dims: ParallelDims) -> dict[str, int]:
-    """Bytes of the hand-over: one matrix of Megatron with its parts; the whole model if transformers samples."""
+    """Bytes of the hand-over: one bucket of matrices with their parts; the whole model if transformers samples.
+
+    A matrix that is larger than a bucket is gathered alone.
+    """
     model = trained.get("policy") or trained["critic"]
-    largest = 2 * WEIGHT * max(p.numel() for p in model.parameters())
-    whole = WEIGHT * sum(p.numel() for p in model.parameters()) if cfg.rollout == "hf" else 0
-    return {"largest tensor": largest, **({"sampler's weights": whole} if whole else {})}
+    sizes = [WEIGHT * p.numel() for p in model.parameters()]
+    bucket = max(max(sizes), min(BUCKET_BYTES, sum(sizes)))
+    return {"largest tensor": 2 * bucket, **({"sampler's weights": sum(sizes)} if cfg.rollout == "hf" else {})}
 
 
 # --- communication

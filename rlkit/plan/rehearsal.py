@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
-from rlkit.engines.distributed import local_part
+from rlkit.engines.distributed import BUCKET_BYTES, local_part
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses import jsd_loss, token_mean
@@ -20,9 +20,9 @@ from rlkit.plan.fake_ranks import fake_ranks
 from rlkit.plan.kernels import use_own_attention, use_planned_attention
 from rlkit.plan.ledger import GATHERED, Ledger
 from rlkit.plan.workload import Workload, largest_micro_batches, longest_batch
+from rlkit.rollout.servers.weight_transfer import buckets
 from rlkit.runs.models import shared_options, trained_part, training_engine
 from rlkit.runs.options import sends_adapters
-from rlkit.runs.sampling import ADAPTER_BUCKET_BYTES
 from rlkit.vlm.loading import empty_model, has_vision
 from rlkit.vlm.nf4 import weight_counts
 
@@ -117,7 +117,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     batch = largest_micro_batches(workload, config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
     resident = _run_phases(cfg, roles, engines, batch, ledger)
     return Rehearsal(
-        peaks={phase: _of_later_steps(kinds, resident) for phase, kinds in ledger.peaks.items()},
+        peaks=_of_later_steps(ledger.peaks, resident, several_updates=_updates_per_batch(cfg) > 1),
         resident=resident,
         host=sum(getattr(engine, "host_bytes", 0) for engine in engines.values()),
         parameters=counts.parameters,
@@ -191,10 +191,27 @@ def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tenso
     return function
 
 
-def _of_later_steps(peak: dict[str, int], resident: dict[str, int]) -> dict[str, int]:
-    """The peak of this phase in later steps, when the optimizer state exists from the start."""
-    optimizer = max(peak.get("optimizer", 0), resident.get("optimizer", 0))
-    return {**peak, "optimizer": optimizer} if optimizer else peak
+def _of_later_steps(
+    peaks: dict[str, dict[str, int]], resident: dict[str, int], *, several_updates: bool
+) -> dict[str, dict[str, int]]:
+    """Peaks by phase in later steps, when the optimizer state exists from the start.
+
+    With several updates on a batch, state that is offloaded between phases is there from the second forward on.
+    """
+    of_later_steps = {}
+    for phase, kinds in peaks.items():
+        optimizer = max(kinds.get("optimizer", 0), resident.get("optimizer", 0))
+        if several_updates and phase.endswith("forward and backward"):
+            step = peaks[phase.replace("forward and backward", "optimizer step")]
+            optimizer = max(optimizer, step["optimizer"])
+        of_later_steps[phase] = {**kinds, "optimizer": optimizer} if optimizer else kinds
+    return of_later_steps
+
+
+def _updates_per_batch(cfg: Any) -> int:
+    """Optimizer steps on the rows of one sampling phase."""
+    passes = getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
+    return passes * getattr(cfg, "mini_batches", 1)
 
 
 def _options(cfg: Any, config: Any) -> dict[str, Any]:
@@ -249,8 +266,13 @@ def _send_weights(engine: Any, cfg: Any, ledger: Ledger) -> None:
     ledger.begin("weight sync")
     dtype = None if cfg.rollout == "hf" else torch.bfloat16
     if sends_adapters(cfg):
-        weights = list(engine.get_adapter(ADAPTER_BUCKET_BYTES, dtype)[1])  # a file of them all is made
+        weights = list(engine.get_adapter(dtype=dtype)[1])  # a file of them all is made
         del weights
+    elif cfg.rollout in ("vllm_server", "sglang"):
+        for bucket in buckets(engine.get_per_tensor_param(dtype=dtype), BUCKET_BYTES):
+            sent = bucket  # by rank 0, while the next one is filled
+            del bucket
+        del sent
     else:
         for weight in engine.get_per_tensor_param(dtype=dtype):
             del weight  # free it before the next one is gathered

@@ -57,7 +57,7 @@ from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import batch_totals, engine_flops, mean_metrics, totals, training_passes
-from rlkit.runs.updates import mini_batches
+from rlkit.runs.updates import keep_on_device, mini_batches
 from rlkit.runs.vllm_options import adapter_flags
 
 __all__ = [
@@ -97,6 +97,7 @@ __all__ = [
     "find_model",
     "finish",
     "global_loss",
+    "keep_on_device",
     "load_named_task",
     "mean_and_error",
     "mean_metrics",

@@ -20,7 +20,6 @@ from rlkit.runs.rollouts import SavedRollouts, record_draw
 from rlkit.tracking import Run
 from rlkit.vlm.prompt_workers import PromptEncoder, PromptWorkerError
 
-ADAPTER_BUCKET_BYTES = 256 << 20  # adapters are gathered at once: each alone is small, and takes a collective
 T = TypeVar("T")
 
 
@@ -147,7 +146,7 @@ class PolicySampler:
         options = {} if dtype is None else {"dtype": dtype}
         self.sent_bytes = 0
         if sends_adapters(self.cfg):
-            config, weights = self.engine.get_adapter(ADAPTER_BUCKET_BYTES, **options)
+            config, weights = self.engine.get_adapter(**options)
             to.update_adapter(config, self._counted(weights))
         else:
             to.update_weights(self._counted(self.engine.get_per_tensor_param(**options)))

@@ -1,8 +1,9 @@
-"""Splits a batch for several optimizer steps."""
+"""For several optimizer steps on a batch: mini-batches, and weights that stay on the device meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,3 +27,12 @@ def mini_batches(batch: Batch, prompts: Sequence[int] | np.ndarray, count: int, 
     for first in range(min(count, len(prompts))):
         rows = np.flatnonzero(np.isin(batch.group_ids, prompts[first::count]))
         yield rebalance_across_ranks(batch.select(rows.tolist()), engine.data_parallel_group)
+
+
+def keep_on_device(engine: Any) -> AbstractContextManager[None]:
+    """A context in which weights and optimizer state stay on the GPU between calls of an engine.
+
+    It has an effect with `--offload_between_phases` only, see `Fsdp2Engine.keep_on_device`. Engines of other packages
+    need not have it.
+    """
+    return getattr(engine, "keep_on_device", nullcontext)()

@@ -1,6 +1,6 @@
 """Run by `test_on_gpus.py` under torchrun: engines on GPUs, compared with the same batch on the CPU in float32.
 
-torchrun --nproc-per-node=2 on_gpu_ranks.py MODEL_DIR OUT_DIR cuda
+torchrun --nproc-per-node=2 on_gpu_ranks.py MODEL_DIR OUT_DIR cuda  # or cpu, to try the script
 """
 
 import json
@@ -42,13 +42,18 @@ TWO = {
     "megatron pipeline": ("megatron", {"pipeline": 2}),
     "megatron context": ("megatron", {"context": 2}),
 }
+FOUR = {  # hybrid sharding: two copies of the weights, each on two ranks
+    "hybrid": ("fsdp2", {"fsdp_size": 2}),
+    "hybrid, read in shards": ("fsdp2", {"fsdp_size": 2, "on_meta": True}),
+    "hybrid lora": ("fsdp2", {"fsdp_size": 2, "kind": "lora"}),
+}
+NAMES = {1: ALONE, 2: {**TWO, **ALONE}, 4: FOUR}  # by the number of ranks
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def cases(ranks):
     """(name, back end, options, dtype) of all cases for this number of ranks."""
-    names = {**({} if ranks == 1 else TWO), **ALONE}
-    for name, (backend, options) in names.items():
+    for name, (backend, options) in NAMES[ranks].items():
         if backend != "megatron" or find_spec("megatron"):
             yield from ((name, backend, options, dtype) for dtype in DTYPES)
 

@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.debug import CommDebugMode
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -36,6 +38,7 @@ from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.fsdp import fsdp1, fsdp2  # noqa: E402, F401
 from rlkit.engines.value_head import load_value_model  # noqa: E402
+from rlkit.runs.sampling import PolicySampler  # noqa: E402
 from rlkit.vlm import freeze, load_model, load_processor, lora, quantize_base, vision_tower_pattern  # noqa: E402
 
 ROWS = 9  # row 3 is text only, the others have images
@@ -99,6 +102,7 @@ NAMES = {
         *TWO,
         "rebalancing",
         "experts",
+        "sent",
         "resumed.fsdp2",
         "resumed.fsdp1",
         "exported.fsdp2",
@@ -185,6 +189,28 @@ def export_buffers(out, backend):
     engine.export_hf(out / f"exported.{backend}")
     names = [name for name, _ in engine.get_per_tensor_param()]
     (out / f"exported.{backend}.{dist.get_rank()}.json").write_text(json.dumps(names))
+
+
+class Receiver:
+    """A sampling back end that keeps the weights it is sent."""
+
+    weight_dtype, generate = torch.bfloat16, None
+
+    def update_weights(self, weights):
+        self.received = dict(weights)
+
+
+def send(model_dir, out):
+    """The weights that a recipe sends, the same gathered one by one, and the number of collectives of both."""
+    engine, receiver = make_engine("fsdp2", model=load_model(model_dir)), Receiver()
+    cfg, task = SimpleNamespace(reward_threads=0), SimpleNamespace(reward=None)
+    sampler = PolicySampler(cfg, None, task, None, engine, receiver)
+    with CommDebugMode() as in_buckets:
+        sampler.send_weights(receiver)
+    with CommDebugMode() as one_by_one:
+        weights = dict(engine.get_per_tensor_param(0, torch.bfloat16))
+    counts = [counted.get_total_counts() for counted in (in_buckets, one_by_one)]
+    torch.save((receiver.received, weights, counts), out / f"sent.{dist.get_rank()}.pt")
 
 
 class SeparateExperts(torch.nn.Module):
@@ -297,6 +323,8 @@ def run_case(name, model_dir, big_dir, out):
         rebalance(model_dir, out)
     elif name == "experts":
         train_separate_experts(out)
+    elif name == "sent":
+        send(model_dir, out)
     elif name == "killed":
         return save(model_dir, out)
     elif name.startswith("exported."):

@@ -1,4 +1,4 @@
-"""Engines on one GPU and on two, with nccl, compared with the same batch on the CPU: `pytest -m gpu`. Not run yet."""
+"""Engines on one, two and four GPUs, compared with the same batch on the CPU: `pytest -m gpu`. Not run yet."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ pytestmark = [
 TOLERANCES = {"float32": (1e-3, 2e-3, 1e-3), "bfloat16": (0.05, 0.1, 0.02)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", list(on_gpu_ranks.NAMES))
 def test_engines_on_gpus_equal_one_on_the_cpu(ranks, tiny_dir, tmp_path):
     """For comparison: attention to three tokens instead of all changes logprobs by 0.7 and halves the gradient norm."""
     if torch.cuda.device_count() < ranks:

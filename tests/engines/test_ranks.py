@@ -155,6 +155,15 @@ def test_two_ranks_export_parameters_and_buffers(out, backend):
     assert {*sent[0]} == load_file(out / f"exported.{backend}" / "model.safetensors").keys()
 
 
+def test_a_recipe_gathers_many_weights_in_one_collective(out):
+    """On a CPU each rank broadcasts its part of a bucket, once for each dtype."""
+    require(out, "sent")
+    for rank in range(2):
+        received, weights, (in_buckets, one_by_one) = torch.load(out / f"sent.{rank}.pt", weights_only=True)
+        assert list(received) == list(weights) and all(torch.equal(x, weights[name]) for name, x in received.items())
+        assert in_buckets <= 4 and one_by_one >= len(weights) > 40
+
+
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
 def test_checkpoint_of_one_rank_resumes_on_two(out, backend):
     require(out, f"resumed.{backend}")

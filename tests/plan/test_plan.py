@@ -106,6 +106,14 @@ def test_adapters_alone_take_little_of_a_weight_sync(found):
     assert kept == 8 * sampler.weights and len(host_memory(replace(cfg, sync_adapters=False), plan, 16, 8)) == 2
 
 
+def test_a_weight_sync_takes_its_buckets(found):
+    """The tiny model is one bucket: gathered from a third on each rank, and copied tensor by tensor to be sent."""
+    phases = found["three_ranks"]["phases"]
+    model = 3 * phases["weight sync"]["parameters"] / 2  # in bfloat16
+    beside = sum(phases["weight sync"].values()) - sum(found["three_ranks"]["resident"].values())
+    assert beside == pytest.approx((1 / 3 + 1 + 1) * model, rel=0.15)
+
+
 def test_options_that_save_memory_do(found):
     resident = found["nf4"]["resident"]["parameters"]
     assert resident < 0.6 * found["one_rank"]["resident"]["parameters"] / 2  # most of the tiny model are embeddings

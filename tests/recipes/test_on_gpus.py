@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from helpers import RECIPES, rows, run
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
+MORE = {"dapo": ["--task", "helpers:even_lengths"]}  # a model with random weights gets the same reward for all digits
 OWN = {  # recipes that the test on two ranks does not have
     "grpo_tools": ["--prompts_per_step", 8, "--group_size", 4],
     "grpo_async": ["--prompts_per_step", 8, "--group_size", 4],
@@ -30,11 +32,24 @@ def test_two_steps(recipe, tiny_dir, tmp_path):
     model = [] if recipe in OWN else ["--model", tiny_dir]  # those two build a tiny model of their own
     teacher = ["--teacher", tiny_dir] if recipe == "distill" else []
     chosen = ["--steps", 2, "--compute_dtype", "bfloat16", "--out", tmp_path / "out"]
-    run(recipe, *options, *model, *teacher, *chosen, ranks=1)
+    run(recipe, *options, *MORE.get(recipe, []), *model, *teacher, *chosen, ranks=1)
     logged = rows(tmp_path / "out")
     assert len(logged) == 2 and all(row["memory/train"] > 0 for row in logged)
     losses = [x for row in logged for name, x in row.items() if name.rpartition("/")[2] in ("loss", "grad_norm")]
     assert losses and all(map(math.isfinite, losses))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_adapters_alone_go_to_vllm_over_two_gpus(tiny_dir, tmp_path):
+    """The run ends by itself if the sampler lacks the trained adapters."""
+    sampler = ["--rollout", "vllm", "--gpu_memory_utilization", 0.4, "--rollout_options", "tensor_parallel_size", 2]
+    adapters = ["--lora_rank", 4, "--sync_adapters", "--offload_between_phases", "--updates_per_batch", 2]
+    options = [*CASES["grpo_vlm"][1], *MORE["dapo"], *sampler, *adapters, "--lr", 1e-2, "--steps", 3]
+    run("grpo_vlm", *options, "--model", tiny_dir, "--out", tmp_path / "out", ranks=2)
+    logged = rows(tmp_path / "out")
+    size = sum(p.nbytes for n, p in load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors").items())
+    assert len(logged) == 3 and all(row["mismatch/abs_dlogp"] < 0.05 for row in logged)
+    assert all(row["weight_sync/bytes"] <= size for row in logged)
 
 
 def test_an_out_of_memory_error_leaves_a_snapshot(tmp_path, monkeypatch):

@@ -180,14 +180,12 @@ def test_weights_go_to_a_server_over_nccl(tiny_dir, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("size", [1, 2])
-def test_vllm_on_two_ranks(tiny_dir, tmp_path, size):
-    """An engine on each rank, or one over both, with adapters that are merged and a trainer that is offloaded."""
-    script = str(Path(__file__).with_name("on_vllm_gpu_ranks.py"))
+@pytest.mark.parametrize(("size", "sent"), [(1, "merged"), (2, "merged"), (2, "adapters")])
+def test_vllm_on_two_ranks(tiny_dir, tmp_path, size, sent):
+    """An engine on each rank, or one over both, is sent merged weights or adapters by a trainer that is offloaded."""
+    script = [str(Path(__file__).with_name("on_vllm_gpu_ranks.py")), tiny_dir, str(tmp_path), str(size), sent, "cuda"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, script, tiny_dir, str(tmp_path), str(size)], capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-5000:]
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())

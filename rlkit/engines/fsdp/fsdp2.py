@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import (
+    BUCKET_BYTES,
     all_reduce,
     check_same_rows,
     full_tensor,
@@ -110,7 +111,7 @@ class Fsdp2Engine:
             does not change. They are given the same rows. Needs `use_remove_padding`.
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         offload_between_phases: weights and optimizer state are in (pinned) host memory while no method of the engine
-            needs them. They are copied to the device and back in each call.
+            needs them. They are copied to the device and back in each call, or once in `keep_on_device`.
         keep_gradients: keep gradients after `train_batch`, for inspection. By default they are freed, which leaves
             memory for a sampler.
 
@@ -180,6 +181,7 @@ class Fsdp2Engine:
         self.keep_gradients, self.offload_between_phases = keep_gradients, offload_between_phases
         self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
         self._weights_on_host, self._state_on_host, self._users_of_weights = Offloaded(), Offloaded(), 0
+        self._keeps_on_device, self._weights_changed = False, False
         if offload_between_phases:
             own_memory(self.module.parameters())
             self._unload_weights()
@@ -230,6 +232,7 @@ class Fsdp2Engine:
         if is_finite and rows_of_all_ranks:
             with self._state_on_device():
                 self.optimizer.step()
+            self._weights_changed = True
         if not self.keep_gradients:
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -400,7 +403,7 @@ class Fsdp2Engine:
     # --- for samplers, references and other ranks
 
     def get_per_tensor_param(
-        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+        self, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter and every saved buffer, with adapters merged.
 
@@ -408,8 +411,8 @@ class Fsdp2Engine:
         vLLM, which drops the values of its parameters when it sleeps. All ranks iterate together.
 
         Args:
-            bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
-                is most of the memory that this takes.
+            bucket_bytes: gather tensors of up to this many bytes at once; with 0 one tensor at a time. The bucket is
+                most of the memory that this takes.
             dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. Weights
                 are cast before they are gathered; weights with adapters after these have been merged.
         """
@@ -417,7 +420,7 @@ class Fsdp2Engine:
         yield from checkpoint_buffers(self.base)
 
     def get_adapter(
-        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+        self, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
         """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each.
 
@@ -538,6 +541,7 @@ class Fsdp2Engine:
                 optim_state_dict=state["optimizer"],
                 options=StateDictOptions(strict=False),
             )
+        self._weights_changed = True
         checkpoint.set_scheduler_state(state, saved, self.scheduler)
         checkpoint.set_random_states(state, self.device)
         return saved["extra"]
@@ -584,6 +588,23 @@ class Fsdp2Engine:
         return self._weights_on_host.host_bytes + self._state_on_host.host_bytes
 
     @contextmanager
+    def keep_on_device(self) -> Iterator[None]:
+        """A context for several calls. With `offload_between_phases` they copy weights and optimizer state only once.
+
+        Weights come to the device with the first call, the optimizer state with the first optimizer step. Both go back
+        to the host at the end.
+        """
+        self._keeps_on_device = True
+        try:
+            yield
+        finally:
+            self._keeps_on_device = False
+            if self.offload_between_phases:
+                self._unload_state()
+                if not self._users_of_weights:
+                    self._unload_weights()
+
+    @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
         """A context with the weights on the device; with `offload_between_phases` they are on the host outside it."""
         self._users_of_weights += 1
@@ -592,12 +613,14 @@ class Fsdp2Engine:
             yield
         finally:
             self._users_of_weights -= 1
-            if self.offload_between_phases and not self._users_of_weights:
+            if self.offload_between_phases and not (self._users_of_weights or self._keeps_on_device):
                 self._unload_weights()
 
     def _unload_weights(self) -> None:
         self._reshard()
-        self._weights_on_host.unload(self.module.parameters())
+        changed = [p for p in self.module.parameters() if p.requires_grad] if self._weights_changed else []
+        self._weights_on_host.unload(self.module.parameters(), changed)
+        self._weights_changed = False
 
     @contextmanager
     def _state_on_device(self) -> Iterator[None]:
@@ -606,10 +629,14 @@ class Fsdp2Engine:
         try:
             yield
         finally:
-            if self.offload_between_phases and self.optimizer is not None:
-                values = (x for state in self.optimizer.state.values() for x in state.values())
-                # AdamW keeps its step counter on the host
-                self._state_on_host.unload(x for x in values if isinstance(x, Tensor) and x.ndim)
+            if self.offload_between_phases and not self._keeps_on_device:
+                self._unload_state()
+
+    def _unload_state(self) -> None:
+        states = {} if self.optimizer is None else self.optimizer.state
+        values = (x for state in states.values() for x in state.values())
+        # AdamW keeps its step counter on the host
+        self._state_on_host.unload(x for x in values if isinstance(x, Tensor) and x.ndim)
 
     def _reshard(self) -> None:
         """Shard all parameters, to read or write them: FSDP2 leaves those of the root unit gathered after a forward."""

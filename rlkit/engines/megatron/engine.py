@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel import (
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import (
+    BUCKET_BYTES,
     all_reduce,
     check_same_rows,
     init_distributed,
@@ -461,12 +462,12 @@ class MegatronEngine:
     # --- weights and checkpoints
 
     def get_per_tensor_param(
-        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+        self, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter. All ranks iterate together.
 
         Args:
-            bucket_bytes: gather tensors of up to this many bytes at once; by default those of one matrix at a time. The
+            bucket_bytes: gather tensors of up to this many bytes at once; with 0 those of one matrix at a time. The
                 bucket is most of the memory that this takes.
             dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. They
                 are cast before they are gathered.
@@ -484,7 +485,7 @@ class MegatronEngine:
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, see `rlkit.engines.export.export_hf`."""
-        export_hf(path, self.hf_model, self.get_per_tensor_param(), self.processor, dtype)
+        export_hf(path, self.hf_model, self.get_per_tensor_param(0), self.processor, dtype)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Save trainable weights, optimizer, scheduler and random states, and `extra` (JSON).

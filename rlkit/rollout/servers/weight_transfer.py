@@ -5,8 +5,8 @@
     group.connect()                           # ... the trainer, rank 0, waits for it
     send_weights(engine.get_per_tensor_param(), group, announce)
 
-Only names, dtypes and shapes are sent by HTTP. The next bucket is gathered while one is sent, so the trainer holds at
-most two gathered buckets.
+Only names, dtypes and shapes are sent by HTTP. The next bucket is gathered while one is sent, so rank 0 holds two
+buckets, beside the one that its engine gathers.
 """
 
 from __future__ import annotations
