@@ -113,6 +113,7 @@ def page() -> str:
     sees = {*by_model_type, *(name.removesuffix("_thinker") for name in families.VISION)}
     vllm = modules["rollout/test_vllm.py"]
     recurrent = {*families.RECURRENT, *families.RECURRENT_VISION}
+    indexed = {*families.INDEXED, *families.INDEXED_VISION}
     not_shared = load("engines/on_ulysses_ranks.py").NOT_SHARED
     refused = {
         "packed": {*families.REFUSED},
@@ -149,6 +150,7 @@ Not supported; each is refused with an error that says why:
 
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
+- Ulysses, tensor parallelism and Megatron with indexers: {", ".join(sorted(indexed))};
 - positions: {positions};
 - videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
@@ -208,9 +210,9 @@ Notes:
   `qk_rope_head_dim` 64). The config must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
 - **Recurrent layers** (gated delta rule, Mamba, short convolutions) carry a state from token to token. In packed rows
   they get each sequence as a row of its own, while all other layers compute the packed row
-  (rlkit/engines/packing/recurrent.py). Answers that share a prompt have its tokens once: layers with the gated delta
-  rule hand the prompt's last state on to each answer. Mamba layers and short convolutions compute the prompt once for
-  each answer. On a GPU, `pip install -e '.[linear-attention]'` and `pip install --no-build-isolation causal-conv1d`
+  (rlkit/engines/packing/separate_sequences.py). Answers that share a prompt have its tokens once: layers with the gated
+  delta rule hand the prompt's last state on to each answer. Mamba layers and short convolutions compute the prompt once
+  for each answer. On a GPU, `pip install -e '.[linear-attention]'` and `pip install --no-build-isolation causal-conv1d`
   install the kernels that transformers uses for the gated delta rule. Adapters are not put on `out_proj` and `conv1d`
   of Mamba layers, whose weights go into a fused kernel on GPUs.
 - **Llama 4.** Chunks of its chunked attention are counted from the start of each packed sequence, and the temperature
@@ -276,9 +278,11 @@ Notes:
 - **Mistral's repositories** have a model twice: for transformers (`config.json`, `model*.safetensors`) and in Mistral's
   own format (`params.json`, `consolidated*.safetensors`), which vLLM prefers, and in which weights have other names.
   rlkit has vLLM read the former. If `model.safetensors` has no index, vLLM would load both files: move the second one.
-- **glm_moe_dsa** (GLM-5) attends to the tokens that an indexer chooses among all tokens of a row. In a packed row the
-  indexer would choose from other sequences too, so its rows are padded. Ranks that share a sequence need packed rows.
-  The choice has no gradient: the indexer does not train, and neither do adapters on it.
+- **deepseek_v32, glm_moe_dsa** (DeepSeek-V3.2, GLM-5) attend to the tokens that an indexer chooses among all tokens of
+  a row. In packed rows these layers get each sequence as a row of its own, with its prompt, as recurrent layers do, and
+  compute it by SDPA with a mask. So their memory grows with the square of the longest sequence, and a shared prompt is
+  computed once more for each answer in them. The choice has no gradient: the indexer does not train, and neither do
+  adapters on it.
 - **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
   "0.8 seconds". vLLM rounds times down to seconds, so every second frame must be at a whole second, as at the default
   rate of 2 frames per second. The rate of a long video is lower: `--video_frames` must be at least twice its seconds.
@@ -295,10 +299,10 @@ Notes:
   split_sizes=[27]". SmolVLM's processor calls the pixels of images and videos by one name, so that images of a row with
   a video are lost; the tokenizer of SmolVLM2 has no token for the place of a video; and vLLM accepts images only.
 - **qwen4_exp.** Each query attends to the blocks of tokens that an indexer chooses, next to gated delta rule and
-  embeddings of the last tokens. Its rows are padded, so ranks cannot share a sequence. transformers 5.19 chooses the
-  blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does not train.
-  A model must be loaded with `sdpa` attention, as `load_model` does: with `eager`, padding on the left makes
-  log-probabilities nan. Its GPU kernels, and vLLM, were not tested.
+  embeddings of the last tokens. In packed rows all three get each sequence as a row of its own. transformers 5.19
+  chooses the blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does
+  not train. The engine selects `sdpa` attention: with `eager`, padding on the left makes log-probabilities nan. Its GPU
+  kernels, and vLLM, were not tested.
 - **ernie4_5_vl_moe** has experts for tokens of images, and for the tokens around an image, beside those for text. Which
   tokens these are goes to the model as `moe_mm_token_type_ids`, which the engine computes. Ranks cannot share a
   sequence, since experts for images have no gradient on a rank without image tokens. Routing replay is refused: its
@@ -306,10 +310,10 @@ Notes:
   processor of the published remote code only; transformers needs a converted configuration. Rollout `vllm` refuses
   the family on a CPU.
 - **glm5_next** (GLM-5.3-Flash) attends as GLM-5 does, to pools of tokens that an indexer chooses, next to layers of
-  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. Frames of its videos
-  consist of image tokens, between the brackets of a video. vLLM 0.32 needs settings that transformers' configuration
-  lacks, such as `mhc` and `mla_use_nope`, so it does not read an export without them. With them it takes the weights
-  that rlkit hands over; a run needs a GPU.
+  linear attention. It has no position ids. In packed rows both get each sequence as a row of its own. Frames of its
+  videos consist of image tokens, between the brackets of a video. vLLM 0.32 needs settings that transformers'
+  configuration lacks, such as `mhc` and `mla_use_nope`, so it does not read an export without them. With them it takes
+  the weights that rlkit hands over; a run needs a GPU.
 - **cohere_compass with vLLM.** With `mrope_section` [6, 6, 4], transformers 5.19 rotates the dimensions of a head by
   the frequencies 0, 2, ..., 10, 1, 3, ..., 11, 12, ..., 15, and vLLM 0.32 by 0, 1, ..., 15. The logprobs differ by 0.1
   in the tiny model, and by 5e-7 in one whose layers have no RoPE. rlkit refuses the family on a CPU; on a GPU

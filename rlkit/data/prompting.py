@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlkit.data.messages import Message, parts_of, prompt_of
-from rlkit.data.samples import Row
+from rlkit.data.samples import Row, thinking_tags_of
 from rlkit.data.tasks import Task, map_rows
 
 PLACE = "{question}"
@@ -19,8 +19,9 @@ def with_prompt(
     prompt_template: str = "",
     answer_prefix: str = "",
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    thinking_tags: Sequence[str] = (),
 ) -> Task:
-    r"""A task with a system message, a prompt template, an answer prefix and template options added to its rows.
+    r"""A task with a system message, a prompt template, an answer prefix and options of the model added to its rows.
 
         with_prompt(task, prompt_template="{question}\nAnswer with a letter in \\boxed{}.", answer_prefix="<think>\n")
 
@@ -33,17 +34,22 @@ def with_prompt(
             trained on it, and reward functions get the response without it.
         chat_template_kwargs: options of the model's chat template, such as {"enable_thinking": False}. Options that a
             row already has are kept.
+        thinking_tags: what begins and ends the thinking in answers, such as ("[THINK]", "[/THINK]"); by default
+            `<think>` and `</think>`. Tags that a row already has are kept.
 
     Raises:
-        ValueError: `{question}` is not in the template exactly once. A row that cannot be changed (it has a system
-            message already, for example) is marked as unreadable, and skipped when it is encoded.
+        ValueError: `{question}` is not in the template exactly once, or `thinking_tags` are not two texts. A row that
+            cannot be changed (it has a system message already, for example) is marked as unreadable, and skipped when
+            it is encoded.
     """
     if prompt_template and prompt_template.count(PLACE) != 1:
         raise ValueError(f"prompt_template: expected a text with {PLACE} once, got {prompt_template!r}")
-    if not (system_prompt or prompt_template or answer_prefix or chat_template_kwargs):
+    tags = {"thinking_tags": thinking_tags_of({"thinking_tags": thinking_tags})} if thinking_tags else {}
+    if not (system_prompt or prompt_template or answer_prefix or chat_template_kwargs or tags):
         return task
 
     def row(raw: Row) -> Row:
+        raw = {**tags, **raw}
         if chat_template_kwargs:
             raw = {**raw, "chat_template_kwargs": {**chat_template_kwargs, **(raw.get("chat_template_kwargs") or {})}}
         try:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.lookup import requires_extra
-from rlkit.data.samples import Reward, Row
+from rlkit.data.samples import THINKING_TAGS, Reward, Row
 
 # --- the form of an answer
 
@@ -47,22 +47,24 @@ def think_answer_format(text: str, row: Row) -> float:
     return float(once and re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text.strip(), re.DOTALL) is not None)
 
 
-def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
+def split_thinking(text: str, *, opened: bool = False, tags: tuple[str, str] = THINKING_TAGS) -> tuple[str, str]:
     """The thinking of an answer, and what follows it.
 
     Args:
-        text: maybe with `<think>` and `</think>`; the last `</think>` ends the thinking.
-        opened: the prompt ends with `<think>`, so the text begins with thinking.
+        text: maybe with the tags; the last one that ends thinking counts.
+        opened: the prompt ends with the first tag, so the text begins with thinking.
+        tags: what begins and ends thinking.
 
     Returns:
-        (thinking, answer). Without `</think>`, a text with `<think>`, or an opened one, is all thinking, and any other
-        text is all answer.
+        (thinking, answer). Without the second tag, a text with the first, or an opened one, is all thinking, and any
+        other text is all answer.
     """
-    before, end, answer = text.rpartition("</think>")
-    if not end:
-        thinks = opened or "<think>" in text
+    begin, end = tags
+    before, found, answer = text.rpartition(end)
+    if not found:
+        thinks = opened or begin in text
         before, answer = (text, "") if thinks else ("", text)
-    return before.strip().removeprefix("<think>").strip(), answer.strip()
+    return before.strip().removeprefix(begin).strip(), answer.strip()
 
 
 def within_length(longest: int, buffer: int = 0, count: Callable[[str], int] = len) -> Reward:

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Reward, Row, Sample
+from rlkit.data.samples import Reward, Row, Sample, thinking_tags_of
 from rlkit.data.user_code import Failures
 from rlkit.rewards.rules import split_thinking
 
@@ -132,8 +132,9 @@ def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
 def without_thinking(reward: Reward) -> Reward:
     """The same reward, computed from the text that follows an answer's thinking; see `rlkit.rewards.split_thinking`.
 
-    A row with `thinking_opened` has a prompt that ends with `<think>`, so its answers begin with thinking;
-    `rlkit.vlm.encode_prompt` adds that to the row.
+    The tags are the row's `thinking_tags`, by default `<think>` and `</think>`. A row with `thinking_opened` has a
+    prompt that ends with the first one, so its answers begin with thinking; `rlkit.vlm.encode_prompt` adds that to the
+    row.
 
     Args:
         reward: may be a combined one, which is changed part by part.
@@ -141,7 +142,13 @@ def without_thinking(reward: Reward) -> Reward:
     if isinstance(reward, Combined):
         parts = reward.parts.items()
         return combine({name: (weight, without_thinking(part)) for name, (weight, part) in parts})
-    return lambda text, row: reward(split_thinking(text, opened=row.get("thinking_opened", False))[1], row)
+
+    def of_answer(text: str, row: Row) -> float | None:
+        return reward(
+            split_thinking(text, opened=row.get("thinking_opened", False), tags=thinking_tags_of(row))[1], row
+        )
+
+    return of_answer
 
 
 def score_parts(

@@ -29,7 +29,7 @@ from functools import cache, partial
 from typing import Any
 
 from rlkit.data.messages import message, prompt_of
-from rlkit.data.samples import Row, Sample, append_observation, append_response
+from rlkit.data.samples import Row, Sample, append_observation, append_response, thinking_tags_of
 from rlkit.data.user_code import Failures
 from rlkit.rollout.background import in_daemon_thread, start_event_loop
 from rlkit.rollout.sampling import OnFinished, Sampling, sample_name, sampling_per_request
@@ -156,7 +156,9 @@ def _token_limit(request: Sample, sampling: Sampling, max_tokens: int | None, ma
 
 def _check_template_keeps_turns(processor: Any, row: Row, role: str) -> None:
     """Raise a ValueError, before anything is generated, if the chat template cannot append an observation."""
-    encode_observation(processor, prompt_of(row)[0], message(role, ""), **template_options(row))
+    encode_observation(
+        processor, prompt_of(row)[0], message(role, ""), thinking_tags=thinking_tags_of(row), **template_options(row)
+    )
 
 
 def _with_chat(sample: Sample) -> Sample:
@@ -216,7 +218,9 @@ def _encode_observation(processor: Any, row: Row, result: Any, role: str) -> Sam
         raise TypeError(f"step: expected an Observation or None, got {type(result).__name__}")
     images = [load_image(image) for image in result.images]
     reply = message(role, result.text, len(images))
-    return encode_observation(processor, row["messages"][:-1], reply, images, **template_options(row))
+    return encode_observation(
+        processor, row["messages"][:-1], reply, images, thinking_tags=thinking_tags_of(row), **template_options(row)
+    )
 
 
 def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[Any]:

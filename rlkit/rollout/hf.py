@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Sample, append_response
+from rlkit.data.samples import Sample, append_response, thinking_tags_of
 from rlkit.rollout.decoding import (
     RecordedExperts,
     decode_one_token,
@@ -189,7 +189,7 @@ class HfRollout:
                     row[:length],
                     row_logprobs[:length],
                     finish_reason="length" if length is None else "stop",
-                    text=decode(self.processor, row[:length]),
+                    text=decode(self.processor, row[:length], thinking_tags_of(request.row)),
                     version=self.version,
                 )
             )

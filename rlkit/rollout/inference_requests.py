@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlkit.data.samples import Sample, append_response
+from rlkit.data.samples import Sample, append_response, thinking_tags_of
 from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.processors import decode
 
@@ -61,7 +61,7 @@ def finished_sample(
             f"group {request.group_id}: expected finish_reason 'stop' or 'length' from the sampler, "
             f"got {finish_reason!r}"
         )
-    text = decode(processor, token_ids)
+    text = decode(processor, token_ids, thinking_tags_of(request.row))
     return append_response(
         request, list(token_ids), list(logprobs), finish_reason=finish_reason, text=text, version=version
     )

@@ -113,6 +113,9 @@ class RewardOptions:
     """With --isolate_reward: limit of a worker's address space in GiB, in addition to what its imports take."""
     split_thinking: bool = False
     """Rewards get only the text after </think>. If the thinking is not finished, they get an empty answer."""
+    thinking_tags: tuple[str, ...] = ()
+    """What begins and ends thinking in the model's answers, as in --thinking_tags [THINK] [/THINK]. By default <think>
+    and </think>. Special tokens among them are kept in the text of answers."""
 
 
 @dataclass

@@ -50,6 +50,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         prompt_template=cfg.prompt_template,
         answer_prefix=cfg.answer_prefix,
         chat_template_kwargs={name: option_value(text) for name, text in cfg.chat_template_kwargs.items()},
+        thinking_tags=getattr(cfg, "thinking_tags", ()),
     )
 
 
@@ -64,7 +65,7 @@ def _at_most(count: int, heldout: Sequence[Row]) -> Sequence[Row]:
 
 
 def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any]) -> Callable[..., Any]:
-    """The reward, with --isolate_reward in worker processes, and with --split_thinking on text after </think> only."""
+    """The reward, with --isolate_reward in worker processes, and with --split_thinking without an answer's thinking."""
     if cfg.isolate_reward:
         reward = isolated(reward, seconds=cfg.reward_seconds, memory=int(cfg.reward_memory * 2**30))
     return without_thinking(reward) if cfg.split_thinking else reward

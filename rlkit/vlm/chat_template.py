@@ -15,7 +15,16 @@ import torch
 from PIL import Image
 
 from rlkit.data.messages import MEDIA, Message, prompt_of, text_of
-from rlkit.data.samples import Row, Sample, append_response, expand_placeholders, expanded_lengths, prompt_sample
+from rlkit.data.samples import (
+    THINKING_TAGS,
+    Row,
+    Sample,
+    append_response,
+    expand_placeholders,
+    expanded_lengths,
+    prompt_sample,
+    thinking_tags_of,
+)
 from rlkit.vlm.audios import load_audios
 from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.images import load_image
@@ -115,8 +124,8 @@ def encode_prompt(
         processor: a transformers processor (or a tokenizer, for rows of text).
         row: `question` or `messages`, `images`, `videos` and `audios`; see rlkit.data.tasks. `tools` and
             `chat_template_kwargs` are passed to the template, and the prompt ends with `answer_prefix`. A row with
-            `plain_text` has an empty prompt. If the prompt ends with `<think>`, the sample's row says so:
-            `thinking_opened` is True.
+            `plain_text` has an empty prompt. If the prompt ends with the first of the row's `thinking_tags`, by default
+            `<think>`, the sample's row says so: `thinking_opened` is True.
         max_tokens: the longest prompt allowed, in expanded tokens.
         group_id: of the sample.
         dtype: of pixel values and other floating-point inputs except times; by default float32, as the processor makes
@@ -135,6 +144,7 @@ def encode_prompt(
         videos, audios = load_videos(processor, video_sources), load_audios(processor, audio_sources)
         text = render(processor, messages, add_generation_prompt=True, **template_options(row))
         text += row.get("answer_prefix") or ""
+        thinking_opened = text.rstrip().endswith(thinking_tags_of(row)[0].rstrip())
         sample = encode_text(processor, text, images, videos, audios)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
@@ -146,7 +156,7 @@ def encode_prompt(
             for name, x in sample.vision.items()
         }
         sample = replace(sample, vision=vision)
-    if text.rstrip().endswith("<think>"):
+    if thinking_opened:
         row = {**row, "thinking_opened": True}
     return replace(sample, row=row, group_id=group_id)
 
@@ -178,6 +188,7 @@ def encode_observation(
     *,
     tools: Any = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    thinking_tags: tuple[str, str] = THINKING_TAGS,
 ) -> Sample:
     """The tokens between one assistant turn and the next: an environment's message, and the start of the next turn.
 
@@ -189,13 +200,15 @@ def encode_observation(
         reply: the environment's message, with an image part for each of `images`.
         images: of the reply.
         tools, chat_template_kwargs: as for `render`.
+        thinking_tags: what begins and ends thinking.
 
     Raises:
         ValueError: the template rewrites earlier turns when a message follows (some remove thoughts), so the sampled
             tokens would no longer be in it; it does not end a turn with a special token; or an image cannot be encoded.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    turns = [*messages, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}]
+    begin, end = thinking_tags
+    turns = [*messages, {"role": "assistant", "content": f"{begin}\n{THOUGHT}\n{end}\n\n{ANSWER}"}]
     options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
     before = render(processor, turns, **options)
     after = render(processor, [*turns, reply], add_generation_prompt=True, **options)

@@ -79,6 +79,8 @@ TOKENWISE_LAYERS = frozenset({"mlp", "moe"})  # layers of their own in Nemotron-
 # classes of transformers with the gated delta rule, whose last state can be handed on from a prompt to its answers
 DELTA_RULE_CLASSES = frozenset(
     {
+        "Glm5NextTextLinearAttention",
+        "Qwen4ExpTextGatedDeltaNet",
         "Qwen3_5GatedDeltaNet",
         "Qwen3_5MoeGatedDeltaNet",
         "Qwen3NextGatedDeltaNet",
@@ -86,7 +88,7 @@ DELTA_RULE_CLASSES = frozenset(
         "KimiLinearDeltaAttention",
     }
 )
-# classes of transformers whose only inputs with an entry for each token are hidden states and a mask of padding
+# classes of transformers that carry a state, or the last inputs of a convolution, from token to token
 RECURRENT_CLASSES = DELTA_RULE_CLASSES | frozenset(
     {
         "Lfm2ShortConv",
@@ -96,8 +98,14 @@ RECURRENT_CLASSES = DELTA_RULE_CLASSES | frozenset(
         "BambaMixer",
         "GraniteMoeHybridMambaLayer",
         "JambaMambaMixer",
+        "Qwen4ExpTextPLELayer",
     }
 )
+# classes of transformers in which an indexer chooses, among all tokens of a row, those that a query attends to
+INDEXED_ATTENTION_CLASSES = frozenset(
+    {"DeepseekV32Attention", "Glm5NextTextAttention", "GlmMoeDsaAttention", "Qwen4ExpTextAttention"}
+)
+TAKES_PADDING_MASK = frozenset({"Glm5NextTextAttention"})  # [B, T]; the others take a causal mask
 # modality -> the module that encodes it, in families whose encoders have no configuration of their own
 ENCODERS_WITHOUT_CONFIG = {"gemma4_unified": {"vision": "model.embed_vision", "audio": "model.embed_audio"}}
 NO_ATTENTION_INTERFACE = "its attention does not go through transformers' AttentionInterface"
@@ -128,7 +136,8 @@ def packing_obstacle(model: Any) -> str | None:
     decoder, kinds = model.get_decoder(), set(layer_types(model.config))
     if (has_recurrent_state(model) or kinds & RECURRENT_LAYERS) and not recurrent_layers(model):
         return "the state of its linear-attention, state-space or convolution layers leaks into the next sequence"
-    if unknown := sorted(kinds - PACKABLE_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS):
+    indexed = {"indexed_attention"} if indexed_attention_layers(model) else set()
+    if unknown := sorted(kinds - PACKABLE_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS - indexed):
         return f"its layers of {', '.join(unknown)} are not supported by packed attention"
     # the hybrid families do not declare it; if their attention were different, the first forward would raise
     if not getattr(decoder, "_supports_attention_backend", False) and not recurrent_layers(model):
@@ -142,9 +151,12 @@ def layer_types(config: Any) -> list[str]:
 
 
 def attention_layer_count(config: Any) -> int:
-    """How many decoder layers have attention; a layer of a hybrid kind has attention and a recurrent part."""
+    """How many decoder layers have attention without an indexer.
+
+    A layer of a hybrid kind has attention and a recurrent part.
+    """
     kinds = layer_types(config)
-    without = TOKENWISE_LAYERS | {"linear_attention", "conv"}
+    without = TOKENWISE_LAYERS | {"linear_attention", "conv", "indexed_attention"}
     return sum(kind not in without for kind in kinds) if kinds else config.get_text_config().num_hidden_layers
 
 
@@ -182,8 +194,22 @@ def attention_cache_numbers(layer: Any) -> int:
 
 
 def recurrent_layers(model: Any) -> list[Any]:
-    """The modules that carry a state from token to token, and compute one sequence per row of their input."""
-    return [module for module in model.get_decoder().modules() if type(module).__name__ in RECURRENT_CLASSES]
+    """The modules that carry a state from token to token."""
+    return _decoder_modules(model, RECURRENT_CLASSES)
+
+
+def indexed_attention_layers(model: Any) -> list[Any]:
+    """The modules of attention whose indexer chooses, among all tokens of a row, those that a query attends to."""
+    return _decoder_modules(model, INDEXED_ATTENTION_CLASSES)
+
+
+def layers_by_sequence(model: Any) -> list[Any]:
+    """The modules that compute one sequence per row: in a packed row, sequences would affect each other."""
+    return _decoder_modules(model, RECURRENT_CLASSES | INDEXED_ATTENTION_CLASSES)
+
+
+def _decoder_modules(model: Any, classes: frozenset[str]) -> list[Any]:
+    return [module for module in model.get_decoder().modules() if type(module).__name__ in classes]
 
 
 def has_recurrent_state(model: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlkit.data.samples import THINKING_TAGS
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 QWEN2_5_OMNI, QWEN3_OMNI, GEMMA3N = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor", "Gemma3nProcessor"
@@ -251,6 +252,12 @@ def _font(path: str, video_config: Mapping[str, Any]) -> str | None:
     return found
 
 
-def decode(processor: Any, token_ids: Sequence[int]) -> str:
-    """The text of tokens, without special tokens."""
-    return getattr(processor, "tokenizer", processor).decode(token_ids, skip_special_tokens=True)
+def decode(processor: Any, token_ids: Sequence[int], thinking_tags: Sequence[str] = THINKING_TAGS) -> str:
+    """The text of tokens, without special tokens other than those of the tags around thinking."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    of_tags = {i for tag in thinking_tags for i in tokenizer(tag, add_special_tokens=False)["input_ids"]}
+    kept = {i for i in of_tags.intersection(token_ids) if not tokenizer.decode([i], skip_special_tokens=True)}
+    if not kept:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+    dropped = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - kept
+    return tokenizer.decode([i for i in token_ids if i not in dropped])

@@ -17,6 +17,19 @@ LATENT = {
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DSA = {  # with few heads many scores are 0, and their order is arbitrary
+    **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "index_topk": 4, "index_head_dim": 8,
+    "index_n_heads": 16, "head_dim": 4,
+}  # fmt: skip
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+ROPE35 = {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
+QWEN4 = {
+    **ROPE35, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8,
+    "layer_types": ["indexed_attention", "linear_attention"],  # an error in the first one's padding would spread
+    "ple_layer_ids": [2], "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 4,
+    "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+    "indexer_budget": 4, "indexer_compress_ratio": 2,
+}  # fmt: skip
 GEMMA = {"sliding_window": 5, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
 UNIFIED = {
     "sliding_window": 3, "layer_types": BOTH, "global_head_dim": 16,
@@ -79,14 +92,15 @@ TEXT = {
         "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2,
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "deepseek_v32": {**DSA, "mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
+    "glm_moe_dsa": {**DSA, "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]},
+    "qwen4_exp_text": QWEN4,
 }  # fmt: skip
 SMALL_VIT = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
 }  # fmt: skip
 SIGLIP = {**SMALL_VIT, "image_size": 16}
 WORDS = {k: v for k, v in BASE.items() if k != "head_dim"}
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-ROPE35 = {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
 COMPASS = {
     "layer_types": BOTH, "sliding_window": 5, "logit_scale": 0.5,
     "rope_parameters": {
@@ -116,13 +130,6 @@ OMNI = {
     **QWEN_IDS, "audio_token_id": 96, "audio_start_token_id": 93, "audio_end_token_id": 94,
 }  # fmt: skip
 VIT35 = {name: value for name, value in VIT3.items() if name != "deepstack_visual_indexes"}
-QWEN4 = {
-    **ROPE35, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8,
-    "layer_types": ["indexed_attention", "linear_attention"],  # an error in the first one's padding would spread
-    "ple_layer_ids": [2], "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 4,
-    "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8,
-    "indexer_budget": 4, "indexer_compress_ratio": 2,
-}  # fmt: skip
 GLM5 = {
     **LATENT, **ROUTED, "qk_rope_head_dim": 0, "q_lora_rank": 8, "n_routed_experts": 4, "index_topk": 4,
     "index_kpool": 2, "index_head_dim": 8, "index_n_heads": 16, "linear_head_dim": 8, "linear_num_heads": 4,
@@ -365,17 +372,6 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
 REFUSED = {
     "mamba": ({"state_size": 4}, "linear-attention, state-space"),
     "minimax": ({"num_local_experts": 2, "layer_types": LINEAR["layer_types"]}, "linear-attention"),
-    "glm_moe_dsa": (
-        {
-            **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "index_topk": 4, "index_head_dim": 8,
-            "index_n_heads": 16, "head_dim": 4,  # with few heads many scores are 0, and their order is arbitrary
-            "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"],
-        },
-        "layers of indexed_attention",
-    ),
-    "qwen4_exp_text": (QWEN4, "linear-attention, state-space"),
-    "glm5_next": ({}, "linear-attention, state-space"),
-    "qwen4_exp": ({}, "linear-attention, state-space"),  # like GLM-5-Next's, its config is in VISION
     "gpt_neo": (
         {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 5},
         "does not go through transformers' AttentionInterface",

@@ -80,7 +80,7 @@ SPLITS = {  # ranks, the engine's options, cases
     "2 replicas x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
 }
 NOT_SHARED = {*test_families.RECURRENT, *test_families.RECURRENT_VISION, *test_families.REFUSED}
-NOT_SHARED |= VISION_EXPERT_FAMILIES
+NOT_SHARED |= {*test_families.INDEXED, *test_families.INDEXED_VISION, *VISION_EXPERT_FAMILIES}
 FAMILIES = [name for name in [*test_families.TEXT, *test_families.VISION] if name not in NOT_SHARED]
 # all cases: one for each layout and model, each family on two ranks, and the errors
 NAMES = [f"{split}/{name}" for split, (*_, names) in SPLITS.items() for name in names]
@@ -243,6 +243,7 @@ def errors(out):
         "recurrent_tensor": lambda: make_case(Case("lfm2", config=test_families.TEXT["lfm2"]), **TENSOR),
         "sparse_tensor": lambda: make_case(Case("gemma3n_text", config=test_families.TEXT["gemma3n_text"]), **TENSOR),
         "image_experts": lambda: apply_ulysses(test_families.vision_model("ernie4_5_vl_moe"), 2, CPU, packed=True),
+        "indexers": lambda: make_case(Case("glm_moe_dsa", config=test_families.TEXT["glm_moe_dsa"]), **SHARED),
         "padded": lambda: make_case(qwen2, **SHARED, use_remove_padding=False),
         "rows": lambda: engine.train_batch(make_rows(None, [rank, 5]), POLICY[0], OUTPUTS[POLICY]),
         "field": lambda: engine.infer_batch(make_rows(None, [0]).add(weight=torch.tensor([float(rank)]))),

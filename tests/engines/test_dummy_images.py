@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_configs import TEXT
-from test_families import IMAGE, REFUSED, VISION, check, gradients, rows, text_model, vision_model
+from test_families import IMAGE, VISION, check, gradients, rows, text_model, vision_model
 
 from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
@@ -57,7 +57,7 @@ def test_a_dummy_image_changes_no_output_and_goes_through_the_tower(family, need
     """A rank without images, videos or audios then has zero gradients there, and joins the others' collectives."""
     model, (batch, weights) = vision_model(family), rows()
     use_packed_attention(model)
-    for remove_padding in (False,) if family in REFUSED else (True, False):
+    for remove_padding in (True, False):
         found = []
         for dummy in (None, dummy_sample(model.config, **{"image": False, **needed})):
             options = {"remove_padding": remove_padding, "dummy": dummy}

@@ -179,7 +179,7 @@ def test_files_of_a_family_hold_all_of_its_parameters_and_buffers(family, tmp_pa
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "layer_scalar")):
             buffer.normal_()
-    engine = make_engine("fsdp2", model=model, use_remove_padding=family not in test_families.REFUSED)
+    engine = make_engine("fsdp2", model=model)
     engine.export_hf(tmp_path)
     again = load_model(str(tmp_path))
     torch.testing.assert_close(dict(again.named_parameters()), parameters(engine), atol=0, rtol=0)

@@ -43,6 +43,8 @@ RECURRENT = [
     "qwen3_next",
 ]  # fmt: skip
 RECURRENT_VISION = ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6"]
+INDEXED = ["deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"]  # an indexer chooses which tokens of a row are attended to
+INDEXED_VISION = ["glm5_next", "qwen4_exp"]
 
 
 def seeded(build):
@@ -69,15 +71,6 @@ def vision_model(family, attention="eager", **text):
     options["text_config"] |= text
     config = AutoConfig.for_model(kind, image_token_id=IMAGE, pad_token_id=0, **options)
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation=attention))
-
-
-def refused_model(family):
-    """A model whose rows cannot be packed.
-
-    Qwen4 (experimental) has sdpa: its eager attention adds two masks of lowest numbers, so that padding becomes nan.
-    """
-    attention = "sdpa" if family.startswith("qwen4") else "eager"
-    return vision_model(family, attention) if family in VISION else text_model(family, REFUSED[family][0], attention)
 
 
 def rows(family=None):
@@ -230,8 +223,9 @@ def check(model, batch, weights, ways=(*WAYS, LEFT), atol=1e-5):
 def test_text_family_equals_one_sequence_at_a_time(family):
     model = text_model(family, TEXT[family], "eager")
     ways = WAYS if family in LEFT_GRADIENT_IS_NAN else (*WAYS, LEFT)
-    check(model, *rows(), ways, atol=5e-5 if family in RECURRENT else 1e-5)  # rounding accumulates in a recurrence
-    assert model.config.get_text_config()._attn_implementation == NAME
+    is_recurrent = family in RECURRENT or family == "qwen4_exp_text"
+    check(model, *rows(), ways, atol=5e-5 if is_recurrent else 1e-5)  # rounding accumulates in a recurrence
+    assert model.config.get_text_config()._attn_implementation == ("sdpa" if family in INDEXED else NAME)
 
 
 def after(before):
@@ -245,7 +239,7 @@ def after(before):
     return batch
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", [*RECURRENT, *INDEXED])
 def test_no_state_comes_from_the_sequence_before(family):
     """Logprobs and gradients of a sequence are the same whatever precedes it in the packed row."""
     model = text_model(family, TEXT.get(family, LINEAR))
@@ -273,7 +267,8 @@ def test_transformers_alone_leaks_state_on_a_cpu(family):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_hybrid_in_the_engine_with_gradient_checkpointing(checkpointing):
+@pytest.mark.parametrize("family", ["qwen3_next", "glm_moe_dsa"])
+def test_layers_by_sequence_in_the_engine_with_gradient_checkpointing(family, checkpointing):
     """Several micro-batches with shared prompts; checkpointing calls decoder layers again in backward."""
 
     def loss_fn(out, mb):
@@ -283,7 +278,7 @@ def test_hybrid_in_the_engine_with_gradient_checkpointing(checkpointing):
     norms = []
     for packed in (True, False):
         engine = make_engine(
-            "fsdp2", model=text_model("qwen3_next", TEXT["qwen3_next"]), device="cpu", micro_batch_tokens=40,
+            "fsdp2", model=text_model(family, TEXT[family]), device="cpu", micro_batch_tokens=40,
             optimizer=lambda p: torch.optim.SGD(p, 0.1), use_remove_padding=packed,
             enable_gradient_checkpointing=checkpointing and packed,
         )  # fmt: skip
@@ -292,22 +287,22 @@ def test_hybrid_in_the_engine_with_gradient_checkpointing(checkpointing):
     torch.testing.assert_close(norms[0][1], norms[1][1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", [family for family in VISION if family not in REFUSED])
+@pytest.mark.parametrize("family", VISION)
 def test_vision_family_equals_one_sequence_at_a_time(family):
-    atol = {"gemma3n": 4e-4}.get(family, 5e-5 if family in RECURRENT_VISION else 1e-5)  # 80 blocks; 2e-6 in float64
+    is_recurrent = family in RECURRENT_VISION or family in INDEXED_VISION
+    atol = {"gemma3n": 4e-4}.get(family, 5e-5 if is_recurrent else 1e-5)  # 80 blocks; 2e-6 in float64
     ways = WAYS if family in LEFT_GRADIENT_IS_NAN else (*WAYS, LEFT)
     check(vision_model(family), *rows(family), ways, atol=atol)
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_cannot_be_packed_is_named_and_padded_rows_are_right(family):
-    why, model = REFUSED[family][1], refused_model(family)
-    batch, weights = rows(family if family in VISION else None)
+    (options, why), (batch, weights) = REFUSED[family], rows()
+    model = text_model(family, options, "eager")
     expected = f"^use_remove_padding: expected False for {family}, .* cannot be packed, got True: .*{why}"
     with pytest.raises(ValueError, match=expected):
         use_packed_attention(model, packed=True)
-    ways = ["padded", LEFT] if family.startswith(("qwen4", "glm5")) else ["padded"]
-    check(model, batch, weights, ways, atol=5e-5)  # rounding accumulates in a recurrence
+    check(model, batch, weights, ["padded"], atol=5e-5)  # rounding accumulates in a recurrence
     forwards = []
     model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(1))
     for way in ("packed", "shared"):

@@ -62,7 +62,7 @@ def test_answers_that_continue_equal_single_sequences(case, checkpointing):
     check(model, *batch_of(CASES[case]), ways=["shared"], atol=5e-5)
 
 
-@pytest.mark.parametrize("family", CONTINUING)
+@pytest.mark.parametrize("family", [*CONTINUING, "qwen4_exp_text"])
 def test_each_family_continues(family):
     check(model_of(family), *batch_of(CASES["two groups"]), ways=["shared"], atol=5e-5)
 

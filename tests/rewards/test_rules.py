@@ -45,6 +45,26 @@ def test_split_thinking(text, opened, thinking, answer):
     assert split_thinking(text, opened=opened) == (thinking, answer)
 
 
+MISTRAL, GEMMA = ("[THINK]", "[/THINK]"), ("<|channel>", "<channel|>")
+GPT_OSS = ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
+
+
+@pytest.mark.parametrize(
+    ("tags", "text", "answer"),
+    [
+        (MISTRAL, "[THINK]2 + 2[/THINK]4", "4"),
+        (MISTRAL, "[THINK]2 + 2", ""),
+        (MISTRAL, "<think>2 + 2</think>4", "<think>2 + 2</think>4"),
+        (GEMMA, "<|channel>thought\n2 + 2<channel|>4", "4"),
+        (GPT_OSS, "<|channel|>analysis<|message|>2 + 2assistant<|channel|>final<|message|>4", "4"),
+        (GPT_OSS, "<|channel|>analysis<|message|>2 + 2assistant<|channel|>commentary", ""),
+        (GPT_OSS, "<|channel|>final<|message|>4", "4"),
+    ],
+)
+def test_split_thinking_with_other_tags(tags, text, answer):
+    assert split_thinking(text, tags=tags)[1] == answer
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -200,5 +200,7 @@ def test_without_thinking_a_reward_is_given_the_answer_alone():
     answers = {"4": 1, "<think>5</think>4": 1, "<think>4</think>5": 0, "<think>4": 0}
     assert {text: reward(text, row) for text in answers} == answers and exact_match("<think>5</think>4", row) == 0
     assert reward("4", {**row, "thinking_opened": True}) == 0
+    other = {**row, "thinking_tags": ["[THINK]", "[/THINK]"]}
+    assert [reward(text, other) for text in ("[THINK]5[/THINK]4", "[THINK]4", "<think>5</think>4")] == [1, 0, 0]
     both = without_thinking(combine({"right": (1.0, exact_match), "long": (0.5, lambda text, row: float(len(text)))}))
     assert both("<think>many words</think> 4", row) == 1.5 and set(both.parts) == {"right", "long"}

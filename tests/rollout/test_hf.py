@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from rlkit.data import collate, load_task, step_rows
 from rlkit.engines import make_engine
 from rlkit.losses import mismatch_stats
+from rlkit.rewards import exact_match, without_thinking
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.hf import cache_bytes_per_token
+from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.sampling import sample_tokens
-from rlkit.vlm import encode_prompt, encode_prompts, load_model, load_processor, suppressed_token_ids
+from rlkit.vlm import (
+    encode_prompt,
+    encode_prompts,
+    load_model,
+    load_processor,
+    suppressed_token_ids,
+    tiny_text_tokenizer,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from family_configs import BASE, TEXT
@@ -55,6 +65,26 @@ def test_logprobs_equal_the_trainers(engine, rollout, prompts):
     torch.testing.assert_close(trainer[batch.mask], batch.rollout_logprobs[batch.mask], atol=1e-5, rtol=1e-5)
     assert [s.group_id for s in samples] == [g for g in range(4) for _ in range(6)]
     assert len({len(s.response_ids) for s in samples}) > 1
+
+
+def test_special_tokens_around_thinking_stay_in_the_text():
+    """In all rollouts: hf has a path of its own, the others make their samples by `finished_sample`."""
+    tokenizer = tiny_text_tokenizer(["hm 5 4"])
+    tokenizer.add_tokens(["[THINK]", "[/THINK]", "[IMG]"], special_tokens=True)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**BASE, "vocab_size": len(tokenizer)}))
+    ids = tokenizer("[THINK]hm[IMG] 5[/THINK]4<|im_end|>", add_special_tokens=False)["input_ids"]
+    script = iter(ids * 2)
+    model.lm_head.register_forward_hook(
+        lambda layer, args, logits: 1e4 * torch.eye(len(tokenizer))[next(script)].expand_as(logits)
+    )
+    rollout = make_rollout("hf", lambda: nullcontext(model), processor=tokenizer)
+    row, reward = {"question": "hm", "answer": "4"}, without_thinking(exact_match)
+    for more, expected in (({"thinking_tags": ["[THINK]", "[/THINK]"]}, "[THINK]hm 5[/THINK]4"), ({}, "hm 54")):
+        request = encode_prompt(tokenizer, {**row, **more})
+        (sampled,) = rollout.generate([request], Sampling(20))
+        assert sampled.response_ids == ids
+        finished = finished_sample(request, ids, [0.0] * len(ids), "stop", processor=tokenizer, version=0)
+        assert sampled.text == finished.text == expected and reward(sampled.text, sampled.row) == float("[" in expected)
 
 
 def test_rows_that_end_do_not_change_the_others(engine, rollout, prompts, processor):

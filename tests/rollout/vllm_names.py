@@ -9,9 +9,10 @@ from copy import deepcopy
 from unittest import mock
 
 import torch
+from family_configs import TEXT
 from family_processors import model as vision_model
 from family_processors import processor
-from test_families import refused_model
+from test_families import text_model
 from transformers import PreTrainedConfig
 from vllm_models import register
 
@@ -29,7 +30,7 @@ KIMI_IMAGES = {
 def write(family, path):
     """A model directory with the file names and the class name of published ones."""
     if family == "glm_moe_dsa":
-        model, reader = refused_model(family), tiny_text_tokenizer(["words"])
+        model, reader = text_model(family, TEXT[family]), tiny_text_tokenizer(["words"])
         model.config.first_k_dense_replace = 1
     else:
         model, reader = vision_model(family), processor(family)

@@ -168,8 +168,21 @@ def test_options_of_the_chat_template_and_thinking_apart():
         assert type(row["chat_template_kwargs"]["thinking_budget"]) is int
         right = row["answer"]
         assert [task.reward(text, row) for text in (f"hm</think>{right}", f"<think>{right}")] == [1, 0]  # unfinished
+    cfg = parse_options(
+        JudgedTaskOptions, "", "--task sorting --split_thinking --thinking_tags [THINK] [/THINK]".split()
+    )
+    task = load_named_task(cfg, cfg.task)
+    for row in (task.train[0], task.heldout[0]):
+        assert [task.reward(f"{tag}hm[/THINK]{row['answer']}", row) for tag in ("", "[THINK]")] == [1, 1]
+        assert task.reward(f"[THINK]{row['answer']}", row) == 0
+    for wrong in (("[THINK]",), ("", "[/THINK]"), ("|", "|")):
+        with pytest.raises(ValueError, match="^thinking_tags: expected two different texts, got"):
+            load_named_task(replace(cfg, thinking_tags=wrong), cfg.task)
     plain = load_named_task(TaskOptions(task="sorting"), "sorting")
-    assert "chat_template_kwargs" not in plain.train[0] and plain.reward("113", {"answer": "113"}) == 1
+    assert (
+        not {"chat_template_kwargs", "thinking_tags"} & {*plain.train[0]}
+        and plain.reward("113", {"answer": "113"}) == 1
+    )
 
 
 def test_a_file_of_held_out_rows_needs_no_answers_for_a_reward_of_yours(tmp_path):

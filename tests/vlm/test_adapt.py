@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import test_families
-from family_configs import REFUSED, TEXT, VISION
+from family_configs import TEXT, VISION
 
 from rlkit.vlm import (
     audio_tower_pattern,
@@ -234,10 +234,10 @@ def test_adapters_of_a_state_space_model():
 
 def test_indexers_of_sparse_attention_get_no_adapters():
     """They choose tokens without a gradient, so adapters in them would never change."""
-    model = test_families.text_model("glm_moe_dsa", REFUSED["glm_moe_dsa"][0])
+    model = test_families.text_model("glm_moe_dsa", TEXT["glm_moe_dsa"])
     names = {name for name, _ in model.named_modules() if name.endswith(".indexer.wk")}
     assert names and not any(".indexer." in name for name in trained(lora(model, 2, 4)))
-    model = test_families.text_model("glm_moe_dsa", REFUSED["glm_moe_dsa"][0])
+    model = test_families.text_model("glm_moe_dsa", TEXT["glm_moe_dsa"])
     with pytest.raises(ValueError, match=r"got model.layers.0.self_attn.indexer.wk: choosing the tokens of sparse"):
         lora(model, 2, 4, r".*\.wk")
 

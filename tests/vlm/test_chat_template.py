@@ -99,6 +99,9 @@ def test_thinking_that_the_prompt_opens_is_not_judged_as_the_answer(tiny_dir):
     opened = encode_prompt(processor, {**row, "answer_prefix": "<think>\n"}).row
     closed = encode_prompt(processor, {**row, "answer_prefix": "<think></think>"}).row
     assert "thinking_opened" not in row and "thinking_opened" not in closed and reward("4", closed) == 1
+    other = {**row, "thinking_tags": ["[THINK]", "[/THINK]"]}
+    prompts = [encode_prompt(processor, {**other, "answer_prefix": text}).row for text in ("[THINK]\n", "<think>\n")]
+    assert ["thinking_opened" in one for one in prompts] == [True, False] and reward("4", prompts[0]) == 0
     processor.chat_template += "{%- if add_generation_prompt %}{{ '<think>\n' }}{%- endif %}"
     for thinking_row in (opened, encode_prompt(processor, row).row):
         assert [reward(text, thinking_row) for text in ("4", "hm</think>4", "4</think>5")] == [0, 1, 0]

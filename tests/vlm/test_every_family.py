@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import family_processors  # noqa: E402
-from test_families import REFUSED, TEXT, WAYS, all_at_once, gradients, one_at_a_time, text_model  # noqa: E402
+from test_families import TEXT, WAYS, all_at_once, gradients, one_at_a_time, text_model  # noqa: E402
 
 from rlkit.data import append_observation, append_response, collate  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
@@ -47,7 +47,6 @@ from rlkit.vlm.inputs import GEMMA_VIDEO_KEYS, position_ids, position_spec  # no
 from rlkit.vlm.processors import placeholder_id  # noqa: E402
 
 SEES = family_processors.FAMILIES
-PADDED = ["glm_moe_dsa", "qwen4_exp_text"]  # their rows cannot be packed; nor can those of SEES that are in REFUSED
 SIZES = ([], [(20, 20)], [(40, 18), (17, 33)])
 NEW = 5
 
@@ -66,7 +65,7 @@ def model(family):
     if family in SEES:
         return family_processors.model(family)
     dropout = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0} if family == "gpt2" else {}
-    options = REFUSED[family][0] if family in PADDED else TEXT[family]
+    options = TEXT[family]
     sizes = dict.fromkeys([name for name in ("vocab_size", *options) if "vocab_size" in name], len(reader(family)))
     return text_model(family, {**options, **dropout, **sizes}, "sdpa" if family == "qwen4_exp_text" else "eager")
 
@@ -193,7 +192,6 @@ def engine(base, **options):
     def optimizer(parameters):
         return torch.optim.SGD(parameters, lr=0.1)
 
-    options = {"use_remove_padding": base.config.model_type not in REFUSED, **options}
     return make_engine("fsdp2", model=base, device="cpu", optimizer=optimizer, max_grad_norm=1e9, **options)
 
 
@@ -503,7 +501,7 @@ def moved_by_packed_rows(family, prompts):
         logprobs = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         expected.append(logprobs.detach())
         (rows.advantages[i] * logprobs[rows.mask[i, 1 : ids.shape[1]]].sum()).backward()
-    trained = engine(model(family), share_prompts=family not in REFUSED)
+    trained = engine(model(family))
     scored = trained.infer_batch(rows)["logprobs"]
     for row, mask, logprobs in zip(scored, rows.mask, expected, strict=True):
         answer = mask[1 : 1 + len(logprobs)]
@@ -588,7 +586,7 @@ def test_an_observation_brings_its_images(family):
     torch.testing.assert_close([*joint], [*separate[0], *separate[1]], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", [family for family in [*TEXT, *SEES] if family not in REFUSED])
+@pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_a_training_step_packed_equals_padded(family):
     """Rows with no image, one and two: the same logprobs and the same step; it reaches the vision tower."""
     ways = [engine(model(family), use_remove_padding=packed) for packed in (True, False)]
@@ -617,8 +615,7 @@ def test_a_blank_image_changes_no_number(family):
     use_packed_attention(base)
     found = []
     for dummy in (None, dummy_sample(base.config, image=True)):
-        options = {"remove_padding": family not in REFUSED, "dummy": dummy}
-        inputs = prepare_model_inputs(rows, position_spec(base.config), torch.device("cpu"), **options)
+        inputs = prepare_model_inputs(rows, position_spec(base.config), torch.device("cpu"), dummy=dummy)
         scores = inputs.select_outputs(base(**inputs.kwargs, use_cache=False).logits).log_softmax(-1)
         logprobs = inputs.scatter(scores.gather(1, inputs.targets[:, None])[:, 0])
         found.append((logprobs.detach(), gradients(base, logprobs.sum())))
@@ -631,7 +628,7 @@ def test_a_blank_image_changes_no_number(family):
     assert all(gradient[name].abs().max() == 0 for name in more)
 
 
-@pytest.mark.parametrize("family", [*TEXT, *PADDED, *SEES])
+@pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_frozen_parameters_do_not_move(family):
     base = model(family)
     frozen = freeze(base, vision_tower_pattern(base) if family in SEES else r"\.(layers|h)\.0\.")
@@ -644,7 +641,7 @@ def test_frozen_parameters_do_not_move(family):
     assert all(trained.module.get_parameter(name).grad is None for name in frozen)
 
 
-@pytest.mark.parametrize("family", [*TEXT, *PADDED, *SEES])
+@pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_lora_moves_adapters_alone_and_merges(family):
     # peft's all-linear shortens "merger.mlp.0" to "0", which is the name of a layer of Qwen3-Omni too
     targets = [r".*[qkvo]_proj"] if family == "qwen3_omni_moe_thinker" else []
@@ -670,7 +667,7 @@ def test_lora_moves_adapters_alone_and_merges(family):
     torch.testing.assert_close(engine(merged).infer_batch(batch(family))["logprobs"], adapted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", [*TEXT, *PADDED, *SEES])
+@pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_the_samplers_logprobs_are_the_trainers(family):
     base = model(family)
     tokenizer = getattr(reader(family), "tokenizer", reader(family))

@@ -11,7 +11,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import family_processors
-from family_configs import IMAGE, REFUSED, VISION
+from family_configs import IMAGE, VISION
 from test_families import layout_of_image, rows, text_model, vision_model
 
 from rlkit.data import append_response, collate
@@ -43,8 +43,7 @@ def engine(model):
     def optimizer(parameters):
         return torch.optim.SGD(parameters, lr=0.1)
 
-    packed = model.config.model_type not in REFUSED
-    found = make_engine("fsdp2", model=model, device="cpu", optimizer=optimizer, use_remove_padding=packed)
+    found = make_engine("fsdp2", model=model, device="cpu", optimizer=optimizer)
     ran = []
     found.module.register_forward_pre_hook(lambda *_: ran.append(1))
     return found, ran

@@ -26,9 +26,14 @@ from transformers.masking_utils import sdpa_mask
 from rlkit.engines.packing.flash import flash_attn_varlen_func, flash_supports, flash_varlen_attention
 from rlkit.engines.packing.forward_hooks import after_forward, before_forward, cannot_pack, model_facts
 from rlkit.engines.packing.layout import PackedLayout
-from rlkit.engines.packing.recurrent import use_separate_sequences
+from rlkit.engines.packing.separate_sequences import use_separate_sequences
 from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
-from rlkit.vlm.families import NO_ATTENTION_INTERFACE, attention_chunk_size, has_attention_temperature
+from rlkit.vlm.families import (
+    NO_ATTENTION_INTERFACE,
+    attention_chunk_size,
+    has_attention_temperature,
+    indexed_attention_layers,
+)
 
 NAME = "rlkit_packed"
 
@@ -280,8 +285,11 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
 
 
 def _set_attention(model: PreTrainedModel) -> bool:
-    """Select `packed_attention` for the text model; whether transformers did so (it only warns if it cannot)."""
-    text = model.config.get_text_config()
+    """Select `packed_attention` for the text model; whether transformers did so (it only warns if it cannot).
+
+    Attention with an indexer computes one sequence per row, by SDPA.
+    """
+    text, name = model.config.get_text_config(), "sdpa" if indexed_attention_layers(model) else NAME
     nested = [name for name in getattr(model.config, "sub_configs", {}) if getattr(model.config, name, None) is text]
-    model.set_attn_implementation({nested[0]: NAME} if nested else NAME)
-    return text._attn_implementation == NAME
+    model.set_attn_implementation({nested[0]: name} if nested else name)
+    return text._attn_implementation == name

@@ -18,10 +18,11 @@ from rlkit.vlm.families import (
     has_bidirectional_images,
     has_bidirectional_images_in_windows,
     image_groups,
+    indexed_attention_layers,
     layer_types,
+    layers_by_sequence,
     length_dependent_rope,
     packing_obstacle,
-    recurrent_layers,
 )
 from rlkit.vlm.processors import placeholder_ids
 
@@ -37,6 +38,7 @@ class ModelFacts(NamedTuple):
         temperature_length: as `rlkit.vlm.families.attention_temperature_length`.
         bidirectional_images: tokens of an image attend to later ones of that image in some layers.
         images_in_windows: they do so in layers with a sliding window only, and within that window.
+        indexed_attention: it has layers of attention with an indexer.
     """
 
     config: Any
@@ -46,6 +48,7 @@ class ModelFacts(NamedTuple):
     temperature_length: int | None
     bidirectional_images: bool
     images_in_windows: bool
+    indexed_attention: bool
 
 
 def model_facts(model: Any) -> ModelFacts:
@@ -58,6 +61,7 @@ def model_facts(model: Any) -> ModelFacts:
         temperature_length=attention_temperature_length(config),
         bidirectional_images=has_bidirectional_images(config),
         images_in_windows=has_bidirectional_images_in_windows(config),
+        indexed_attention=bool(indexed_attention_layers(model)),
     )
 
 
@@ -69,6 +73,8 @@ def before_forward(module: Any, args: Any, kwargs: dict[str, Any], *, facts: Mod
     _check_temperature(kwargs, facts)
     if facts.config.model_type in VISION_EXPERT_FAMILIES and kwargs.get("moe_mm_token_type_ids") is None:
         kwargs["moe_mm_token_type_ids"] = _vision_expert_tokens(kwargs["input_ids"], facts.config)
+    if facts.indexed_attention and layout is not None:
+        kwargs["attention_mask"] = dict.fromkeys(layer_types(facts.config))  # else transformers makes one of [N, N]
     if facts.bidirectional_images and layout is not None:
         _mark_packed_images(kwargs, layout, facts)
     elif facts.bidirectional_images and _has_images(kwargs):
@@ -174,10 +180,10 @@ def after_forward(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -
     layout = kwargs.get("packed_layout")
     if layout is None:
         return
-    attention, recurrent = attention_layer_count(module.config), len(recurrent_layers(module))
+    attention, by_sequence = attention_layer_count(module.config), len(layers_by_sequence(module))
     if layout.attention_calls < attention:
         why = f"only {layout.attention_calls} of its {attention} layers call packed attention"
         raise ValueError(cannot_pack(module.config.model_type, why))
-    if layout.recurrent_calls < recurrent:
-        why = f"only {layout.recurrent_calls} of its {recurrent} recurrent layers keep its sequences apart"
+    if layout.calls_by_sequence < by_sequence:
+        why = f"only {layout.calls_by_sequence} of its {by_sequence} recurrent or sparse layers keep sequences apart"
         raise ValueError(cannot_pack(module.config.model_type, why))

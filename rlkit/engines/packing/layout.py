@@ -34,7 +34,7 @@ class PackedLayout:
         images_in_windows: whether they do so in layers with a sliding window only, and within that window.
         ulysses: the ranks that share the row; None if one rank has all of it.
         attention_calls: how many layers have called packed attention with this layout.
-        recurrent_calls: how many recurrent layers have computed its sequences one by one.
+        calls_by_sequence: how many of `layers_by_sequence` have computed its sequences as separate rows.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PackedLayout:
         self.image_ids: Tensor | None = None
         self.images_in_windows = False
         self.ulysses: UlyssesGroup | None = None
-        self.attention_calls = self.recurrent_calls = 0
+        self.attention_calls = self.calls_by_sequence = 0
         self._chunked: dict[int, PackedLayout] = {}
 
     def image_ids_for(self, window: int | None) -> Tensor | None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
 from rlkit.engines.distributed import set_timeouts
-from rlkit.vlm.families import VISION_EXPERT_FAMILIES, recurrent_layers
+from rlkit.vlm.families import VISION_EXPERT_FAMILIES, indexed_attention_layers, recurrent_layers
 
 # a decoder's argument with one entry for each image token -> the argument that says which tokens these are
 IMAGE_TOKEN_MASKS = {"deepstack_visual_embeds": "visual_pos_masks"}
@@ -73,6 +73,10 @@ def apply_ulysses(model: Any, size: int, device: torch.device, *, packed: bool) 
         raise ValueError(
             f"{name}: expected 1 for {text.model_type}, whose recurrent layers need a whole sequence on one rank, "
             f"got {size}"
+        )
+    if indexed_attention_layers(model):
+        raise ValueError(
+            f"{name}: expected 1 for {text.model_type}, whose indexers need a whole sequence on one rank, got {size}"
         )
     if model.config.model_type in VISION_EXPERT_FAMILIES:
         raise ValueError(
