@@ -107,6 +107,11 @@ RECIPES = {
         "num_key_value_heads=3",
         {"divergence": "divergence"},
     ),
+    "grpo_vlm": Measured(
+        "grpo_vlm",
+        f"{SAMPLED} {ADAPTERS} --task addition --heldout 0.008 --max_new_tokens 16 --lr 5e-4 --kl_coef 0 --steps 16",
+        {"accuracy": "accuracy"},
+    ),
     "ppo": Measured(
         "ppo",
         f"{COMMON} {ADAPTERS} --task addition --heldout 0.008 --max_new_tokens 16 --prompts_per_step 4 --group_size 8 "
@@ -168,18 +173,23 @@ def run(name: str, measured: Measured, seed: int, out: Path, steps: int | None, 
     return finished
 
 
+def before_and_after(out: Path, number: str) -> tuple[float, float]:
+    """A number of a finished run on held-out rows; or its value in the first step and its mean over the last four."""
+    evaluation = read_object(out / "eval.json")
+    if f"{number}_after" in evaluation:
+        return evaluation[f"{number}_before"], evaluation[f"{number}_after"]
+    steps = read_metrics(out / "metrics.jsonl")
+    return steps[0][number], mean(row[number] for row in steps[-4:])
+
+
 def lines_of(out: Path, measured: Measured) -> list[str]:
     """A line for each number of a finished run."""
-    evaluation, run = read_object(out / "eval.json"), read_object(out / FINISHED)
-    steps = read_metrics(out / "metrics.jsonl")
+    run, steps = read_object(out / FINISHED), read_metrics(out / "metrics.jsonl")
     rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
     reward = f"{mean(rewards[:4]):.2f} | {mean(rewards[-4:]):.2f}" if rewards else " | "
     lines = []
     for number, shown in measured.numbers.items():
-        if f"{number}_after" in evaluation:
-            before, after = (evaluation[f"{number}_{when}"] for when in ("before", "after"))
-        else:
-            before, after = steps[0][number], mean(row[number] for row in steps[-4:])
+        before, after = before_and_after(out, number)
         lines.append(
             f"| {run['name']} | {run['seed']} | {len(steps)} | {shown} | {before:.3f} | {after:.3f} "
             f"| {reward} | {run['seconds']:.0f} | {run['cpu']:.0f} |"

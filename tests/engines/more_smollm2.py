@@ -15,6 +15,8 @@ from rlkit.vlm import load_model, load_processor, lora, model_path
 sys.path.insert(0, str(Path(__file__).parent))
 from on_smollm2_ranks import CASES, four_answers, loss_fn
 
+ONE_RANK = ("fsdp2", "adapters")
+
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
@@ -24,24 +26,33 @@ def out(tmp_path_factory):
     return folder
 
 
-def results(out, name):
-    """The log-probabilities of all four answers before and after the step, and its metrics."""
+def results(out, name, *moments):
+    """The log-probabilities of all four answers at these moments, and the metrics of the step."""
     require(out, name)
     ranks = [torch.load(file, weights_only=False) for file in sorted(out.glob(f"{name}.*.pt"))]
-    before, after = ({i: x for rank in ranks for i, x in rank[when].items()} for when in ("before", "after"))
-    return *(torch.cat([found[i] for i in range(4)]) for found in (before, after)), ranks[0]["step"]
+    found = ({i: x for rank in ranks for i, x in rank[moment].items()} for moment in moments)
+    return *(torch.cat([logprobs[i] for i in range(4)]) for logprobs in found), ranks[0]["step"]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "fsdp2"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ONE_RANK])
 def test_every_layout_takes_the_same_step(out, name):
-    """All weights are trained, in float32; the head is the tied embedding."""
-    before, after, step = results(out, "fsdp2")
-    found_before, found_after, found_step = results(out, name)
+    """All weights or adapters are trained, in float32; the head is the tied embedding."""
+    alone = "adapters" if name.startswith("adapters") else "fsdp2"
+    before, after, step = results(out, alone, "before", "after")
+    found_before, found_after, found_step = results(out, name, "before", "after")
     assert (after - before).abs().mean() > 0.05 and step["grad_norm"] > 1
     torch.testing.assert_close(found_before, before, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(found_after, after, atol=5e-4, rtol=1e-4)
     for metric in ("loss", "grad_norm"):
         assert found_step[metric] == pytest.approx(step[metric], rel=1e-4, abs=1e-5), metric
+
+
+def test_adapters_on_two_ranks_are_merged_and_disabled(out):
+    moments = ("before", "after", "reference", "merged")
+    before, after, reference, merged, _ = results(out, "adapters, two ranks", *moments)
+    torch.testing.assert_close(merged, after, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(reference, before, atol=1e-5, rtol=1e-5)
+    assert (after - before).abs().mean() > 0.05
 
 
 def test_a_checkpoint_of_adapters_resumes_exactly(tmp_path):

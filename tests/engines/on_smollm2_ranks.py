@@ -19,14 +19,16 @@ from rlkit.data import append_response, collate, load_task  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.megatron import engine as megatron_engine  # noqa: E402, F401  imported before the ranks are forked
 from rlkit.losses import clipped_policy_loss, token_mean  # noqa: E402
-from rlkit.vlm import encode_prompt, load_model, load_processor  # noqa: E402
+from rlkit.vlm import encode_prompt, load_model, load_processor, lora  # noqa: E402
 
-# ranks, engine, options
+# ranks, engine, options, rank of the adapters (0: all weights are trained)
 CASES = {
-    "fsdp2": (1, "fsdp2", {}),
-    "fsdp2, two ranks": (2, "fsdp2", {}),
-    "megatron": (1, "megatron", {}),
-    "megatron, two stages": (2, "megatron", {"pipeline": 2}),
+    "fsdp2": (1, "fsdp2", {}, 0),
+    "fsdp2, two ranks": (2, "fsdp2", {}, 0),
+    "megatron": (1, "megatron", {}, 0),
+    "megatron, two stages": (2, "megatron", {"pipeline": 2}, 0),
+    "adapters": (1, "fsdp2", {}, 8),
+    "adapters, two ranks": (2, "fsdp2", {}, 8),
 }
 
 
@@ -57,12 +59,16 @@ def on_rank(out, path, names):
 
 
 def run(name, path, out):
-    """Log-probabilities before and after the step, and its loss and gradient norm."""
-    _, backend, options = CASES[name]
+    """Log-probabilities before and after the step, and its loss and gradient norm; with adapters, also those of the
+    reference model and of the merged weights, after the step."""
+    _, backend, options, lora_rank = CASES[name]
+    torch.manual_seed(0)
+    model = load_model(path)
+    lr = 1e-2 if lora_rank else 3e-4
     engine = make_engine(
         backend,
-        model=load_model(path),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, eps=1e-4, weight_decay=0.0),
+        model=lora(model, lora_rank, 2 * lora_rank) if lora_rank else model,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr, eps=1e-4, weight_decay=0.0),
         max_grad_norm=1.0,
         **options,
     )
@@ -76,6 +82,13 @@ def run(name, path, out):
         return {i: found[j][batch.mask[j]] for j, i in enumerate(rows)}
 
     results = {"before": logprobs(), "step": engine.train_batch(batch, loss_fn), "after": logprobs()}
+    if lora_rank:
+        with engine.disable_adapter():
+            results["reference"] = logprobs()
+        merged = load_model(path)
+        merged.load_state_dict(dict(engine.get_per_tensor_param()), strict=False)  # the head is the tied embedding
+        engine = make_engine(backend, model=merged, **options)
+        results["merged"] = logprobs()
     torch.save(results, out / f"{name}.{dist.get_rank()}.pt")
 
 

