@@ -116,7 +116,7 @@ def pair_row(raw: Row) -> dict[str, Any]:
     Raises:
         ValueError: no prompt, no answers, the same answer twice, or answers of several messages.
     """
-    chosen, rejected = _turns(raw.get("chosen"), "chosen"), _turns(raw.get("rejected"), "rejected")
+    chosen, rejected = _turns(_value(raw, "chosen"), "chosen"), _turns(_value(raw, "rejected"), "rejected")
     if chosen is not None and chosen == rejected:
         raise ValueError("chosen, rejected: expected two different answers, got the same")
     shared = 0
@@ -151,7 +151,7 @@ def unpaired_row(raw: Row) -> dict[str, Any]:
         label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
     if isinstance(label, str) or label not in (True, False):
         raise ValueError(f"label: expected true or false, got {label!r}")
-    if raw.get("completion") is None and raw.get("chosen") is not None:
+    if _value(raw, "completion") is None and _value(raw, "chosen") is not None:
         pair = pair_row(raw)
         return {**pair, "completion": pair["chosen"] if label else pair["rejected"], "label": bool(label)}
     chat = read_chat(raw)
@@ -180,7 +180,7 @@ def read_chat(raw: Row) -> Chat:
     chat = READERS[name](raw, name)
     if len(found) > 1 and not _same_question(raw, chat, found):
         raise ValueError(f"{' and '.join(found)}: expected one question, got {len(found)}")
-    if system := raw.get("system"):
+    if system := _value(raw, "system"):
         if chat.messages[0]["role"] == "system":
             raise ValueError("system: expected one system message, got a column and a message")
         chat = chat._replace(messages=[{"role": "system", "content": str(system)}, *chat.messages])
@@ -202,7 +202,7 @@ def _from_question(raw: Row, name: str) -> Chat:
         raise ValueError(f"{name}: expected text or a list of messages, got {question!r}")
     if question[-1] == {"role": "assistant", "content": ""}:
         question = question[:-1]  # Anthropic's prompts end with an empty assistant turn
-    if raw.get("completion") is None:
+    if _value(raw, "completion") is None:
         return _split_answer(question)
     completion = _one_answer(_turns(raw["completion"], "completion"), "completion")
     return Chat(question, _assistant_message(completion) if isinstance(completion, str) else completion)
@@ -211,7 +211,7 @@ def _from_question(raw: Row, name: str) -> Chat:
 def _from_messages(raw: Row, name: str) -> Chat:
     """OpenAI's {"role", "content"}; if there is a `completion` column too, they are the prompt alone."""
     chat = _split_answer(read_messages(raw[name], name))
-    if raw.get("completion") is None:
+    if _value(raw, "completion") is None:
         return chat
     if chat.completion is not None:
         raise ValueError(f"{name} and completion: expected one answer, got two")
@@ -241,14 +241,14 @@ def _from_turn(turn: Mapping[str, Any], name: str) -> Message:
 
 def _from_alpaca(raw: Row, name: str) -> Chat:
     """An instruction, its `input` below it, `history` as pairs of earlier questions and answers, and the `output`."""
-    question = "\n".join(str(raw[part]) for part in (name, "input") if raw.get(part) not in (None, ""))
+    question = "\n".join(str(raw[part]) for part in (name, "input") if _value(raw, part) not in (None, ""))
     messages = []
-    for turn in raw.get("history") or ():
+    for turn in _value(raw, "history") or ():
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise ValueError(f"history: expected pairs of a question and an answer, got {turn!r:.80}")
         messages += [{"role": "user", "content": str(turn[0])}, _assistant_message(str(turn[1]))]
     messages.append({"role": "user", "content": question})
-    output = raw.get("output") if raw.get("completion") is None else raw["completion"]
+    output = _value(raw, "output" if _value(raw, "completion") is None else "completion")
     return Chat(messages, None if output is None else _assistant_message(str(output)))
 
 
@@ -300,7 +300,7 @@ def _prompt(raw: Row, messages: Sequence[Message], read_as: str) -> dict[str, An
     question = next((text_of(one) for one in reversed(messages) if one["role"] == "user"), "")
     for mark, is_mark in ((IMAGE_MARK, True), (VIDEO_MARK, bool(videos)), (AUDIO_MARK, bool(audios))):
         question = question.replace(mark, "").strip() if is_mark and mark in question else question
-    tools = from_json(raw.get("tools") or [])
+    tools = from_json(_value(raw, "tools") or [])
     if not isinstance(tools, list):
         raise ValueError(f"tools: expected a list of functions, got {tools!r:.80}")
     read = {"question": question, "messages": placed, "images": images, "tools": tools, "read_as": read_as}
@@ -349,8 +349,8 @@ def _right_answer(raw: Row, names: Sequence[str] = ANSWER_COLUMNS) -> Any:
         return raw["answer"]
     found = _columns(raw, names)
     truth = raw.get("reward_model")
-    truth = truth.get("ground_truth") if isinstance(truth, Mapping) else None
-    if not _missing(truth):
+    truth = _value(truth, "ground_truth") if isinstance(truth, Mapping) else None
+    if truth is not None:
         if other := [name for name in found if str(raw[name]) != str(truth)]:
             raise ValueError(f"reward_model.ground_truth and {other[0]}: expected one answer, got two that differ")
         return truth
@@ -388,12 +388,13 @@ def _assistant_message(text: str) -> Message:
 
 
 def _columns(raw: Row, names: Sequence[str]) -> list[str]:
-    return [name for name in names if not _missing(raw.get(name))]
+    return [name for name in names if _value(raw, name) is not None]
 
 
-def _missing(value: Any) -> bool:
-    """Whether a table has no value here: None, or nan, which tables of numbers have instead."""
-    return value is None or isinstance(value, float) and math.isnan(value)
+def _value(raw: Row, name: str) -> Any:
+    """The value of a column; None if the row has none, which is nan in tables of numbers."""
+    value = raw.get(name)
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 # --- tables
@@ -412,7 +413,7 @@ def check_columns(columns: Collection[str], *needed: Sequence[str]) -> None:
     """
     has = f"got columns {list(columns)}"
     for (many, one), pattern in (
-        (IMAGE_COLUMNS, "image|img"),
+        (IMAGE_COLUMNS, r"(image|img)s?_?(\d+|(path|file|url|name|byte)s?|data)?$"),
         (VIDEO_COLUMNS, "^videos?_?(path|file|url|name)s?$"),
         (AUDIO_COLUMNS, "^audios?_?(path|file|url|name)s?$"),
     ):

@@ -264,7 +264,8 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
         return replace(task, train=(), heldout=every)
     if Path(heldout).suffix in FILE_SUFFIXES:
         held_rows = load(heldout).splits["train"]
-        if len(rows) and str(rows[0].get("where", "")).startswith(f"{heldout} row "):
+        trained_on = str(rows[0].get("where", "")).rpartition(" row ")[0] if len(rows) else ""
+        if Path(trained_on).resolve() == Path(heldout).resolve():
             raise ValueError(f"heldout: expected another file than the one to train on, got {heldout!r}")
         return replace(task, train=rows, heldout=held_rows)
     try:

@@ -278,17 +278,20 @@ class RunSchedule(LambdaLR):
 
 
 def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, optimizer_steps: int) -> RunSchedule:
-    """Linear warm-up to the peak, and decay over all `optimizer_steps` by `cfg.lr_schedule`."""
-    warmup, last = max(1, cfg.warmup_steps), max(1, optimizer_steps)
+    """Linear warm-up to the peak, then decay to `cfg.min_lr_ratio` of it, reached after the last update."""
+    warmup = max(1, cfg.warmup_steps)
     decay = DECAYS[cfg.lr_schedule]
 
     def share_of_peak(step: int) -> float:
-        return min((step + 1) / warmup, max(cfg.min_lr_ratio, decay(min(1.0, step / last))))
+        if step + 1 < warmup:
+            return (step + 1) / warmup
+        decayed = min(1.0, (step + 1 - warmup) / max(1, optimizer_steps + 1 - warmup))
+        return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * decay(decayed)
 
     return RunSchedule(optimizer, share_of_peak)
 
 
-DECAYS: dict[str, Callable[[float], float]] = {  # fraction of finished steps -> fraction of the peak
+DECAYS: dict[str, Callable[[float], float]] = {  # fraction of the decay's steps -> 1 at the peak, 0 at the end
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "constant": lambda done: 1.0,

@@ -163,7 +163,7 @@ class OptimizerOptions:
     lr: float = 7e-4
     """Peak learning rate. Default for models other than tiny: 1e-6, or 1e-5 with LoRA."""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Decay of the learning rate after the warm-up, over the whole run."""
+    """Decay of the learning rate from the end of the warm-up to the end of the run."""
     min_lr_ratio: float = 0.05
     """Final learning rate, as a share of the peak."""
     warmup_steps: int = 10

@@ -73,8 +73,10 @@ def test_heldout_by_file(tmp_path):
     train, heldout = write(tmp_path / "train.jsonl", rows(20)), write(tmp_path / "heldout.jsonl", rows(3, 50))
     task = with_heldout(load_task(train), heldout)
     assert answers(task.train) == list(range(20)) and answers(task.heldout) == [50, 51, 52]
-    with pytest.raises(ValueError, match="^heldout: expected another file than the one to train on, got "):
-        with_heldout(load_task(train), train)
+    (tmp_path / "link.jsonl").symlink_to(train)
+    for same in (train, f"{tmp_path}/./train.jsonl", str(tmp_path / "link.jsonl")):
+        with pytest.raises(ValueError, match="^heldout: expected another file than the one to train on, got "):
+            with_heldout(load_task(train), same)
     with pytest.raises(ValueError, match="gone.jsonl: expected a file, got none of this name"):
         with_heldout(task, str(tmp_path / "gone.jsonl"))
     pairs = [write(tmp_path / f"{name}.jsonl", [{"prompt": "q", "chosen": name, "rejected": "b"}] * 4) for name in "xy"]

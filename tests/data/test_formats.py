@@ -410,3 +410,49 @@ def test_columns_that_would_be_left_out_are_refused(columns, error):
     with pytest.raises(ValueError) as caught:
         check_columns(columns, ("question", "prompt"), ("answer", "label"))
     assert str(caught.value) == f"{error}, got columns {columns}"
+
+
+@pytest.mark.parametrize("column", ["image_id", "image_size"])
+def test_columns_about_images_are_allowed(column):
+    check_columns(["question", "answer", column], ("question",))
+
+
+@pytest.mark.parametrize("column", ["image_1", "img", "question_images", "decoded_image", "image_urls", "image_bytes"])
+def test_columns_of_images_need_their_name(column):
+    with pytest.raises(ValueError, match=f"^images: expected a column images or image, not '{column}'"):
+        check_columns(["question", "answer", column], ("question",))
+
+
+# --- tables of numbers have nan where a value is missing
+
+
+@pytest.mark.parametrize(
+    ("read", "full", "missing"),
+    [
+        (chat_row, {"prompt": "2+3=", "answer": "5"}, "completion"),
+        (chat_row, {"prompt": "2+3=", "answer": "5"}, "system"),
+        (chat_row, {"prompt": "2+3=", "answer": "5"}, "tools"),
+        (chat_row, {"instruction": "2+3=", "output": "5"}, "input"),
+        (chat_row, {"instruction": "2+3=", "output": "5"}, "history"),
+        (chat_row, {"instruction": "2+3=", "output": "5"}, "completion"),
+        (chat_row, {"messages": [user("2+3="), assistant("5")]}, "completion"),
+        (unpaired_row, {"prompt": "2+3=", "chosen": "5", "rejected": "6", "label": True}, "completion"),
+    ],
+)
+def test_nan_in_a_column_is_no_value(read, full, missing):
+    found, expected = read({**full, missing: float("nan")}), read(full)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("read", "raw", "error"),
+    [
+        (chat_row, {"prompt": "Q", "completion": float("nan")}, "answer: expected a text or one message"),
+        (chat_row, {"instruction": "Q", "output": float("nan")}, "answer: expected a text or one message"),
+        (pair_row, {"prompt": "Q", "chosen": "a", "rejected": float("nan")}, "rejected: expected a text"),
+        (unpaired_row, {"prompt": "Q", "completion": float("nan"), "label": 1}, "completion: expected a text"),
+    ],
+)
+def test_nan_is_no_answer(read, raw, error):
+    with pytest.raises(ValueError, match=f"^{error}"):
+        read(raw)

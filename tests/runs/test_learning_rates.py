@@ -1,9 +1,10 @@
-"""Learning rates and weight decay of a resumed run: those of its own options, not those of the checkpoint."""
+"""Learning rates of a run; a resumed run has those, and the weight decay, of its own options."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
+from transformers import get_linear_schedule_with_warmup
 
 from rlkit.runs.models import learning_rate_schedule
 
@@ -11,13 +12,13 @@ from rlkit.runs.models import learning_rate_schedule
 @dataclass
 class Options:
     lr_schedule: str = "linear"
-    min_lr_ratio: float = 0.05
+    min_lr_ratio: float = 0.0
     warmup_steps: int = 1
 
 
-def start(updates, lr=1.0, weight_decay=0.0):
+def start(updates, lr=1.0, weight_decay=0.0, **options):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=lr, weight_decay=weight_decay)
-    return optimizer, learning_rate_schedule(optimizer, Options(), updates)
+    return optimizer, learning_rate_schedule(optimizer, Options(**options), updates)
 
 
 def train(optimizer, schedule, updates):
@@ -28,6 +29,25 @@ def train(optimizer, schedule, updates):
         optimizer.step()
         schedule.step()
     return rates
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3, 10])
+def test_linear_decay_begins_at_the_peak_as_in_transformers(warmup):
+    """As there, but without the first update there, which has a learning rate of 0."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    published = get_linear_schedule_with_warmup(optimizer, max(1, warmup), 21)
+    assert train(*start(20, warmup_steps=warmup), 20) == pytest.approx(train(optimizer, published, 21)[1:])
+
+
+@pytest.mark.parametrize(("decay", "halfway"), [("linear", 0.6), ("cosine", 0.6), ("constant", 1.0)])
+def test_the_peak_and_the_final_learning_rate_are_reached(decay, halfway):
+    rates = train(*start(12, lr_schedule=decay, warmup_steps=5, min_lr_ratio=0.2), 14)
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and rates[8] == pytest.approx(halfway)
+    assert rates[12:] == pytest.approx([1.0, 1.0] if decay == "constant" else [0.2, 0.2])
+
+
+def test_a_run_shorter_than_its_warm_up():
+    assert train(*start(2, warmup_steps=4), 2) == [0.25, 0.5]
 
 
 @pytest.mark.parametrize("options", [{}, {"lr": 10.0}, {"lr": 0.1, "weight_decay": 0.3}])
