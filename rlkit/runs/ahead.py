@@ -12,9 +12,8 @@ T = TypeVar("T")
 def one_ahead(items: Iterable[T]) -> Iterator[T]:
     """Yield the same items; while one is in use, a thread computes the next.
 
-    Reading and resizing images leaves Python's lock to other threads, so it hardly delays sampling on a GPU. With
-    `--dataloader_num_workers`, the thread waits for processes that do it. An exception is raised where its item would
-    have been yielded.
+    The thread takes time from the main one where it holds Python's lock. With `--dataloader_num_workers`, it waits for
+    processes that read and resize images. An exception is raised where its item would have been yielded.
     """
     iterator, end = iter(items), object()
     with ThreadPoolExecutor(1, thread_name_prefix="one_ahead") as thread:

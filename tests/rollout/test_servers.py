@@ -29,8 +29,8 @@ from rlkit.engines import make_engine
 from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment, serving
 from rlkit.rollout.servers.arrays import arrays_of
+from rlkit.rollout.servers.media import image_data_url
 from rlkit.rollout.servers.pool import ServerPool
-from rlkit.rollout.servers.rollout import image_data_url
 from rlkit.rollout.servers.shared_load import SharedLoad
 from rlkit.rollout.servers.weight_transfer import GlooGroup, buckets, send_weights
 from rlkit.rollout.vllm_requests import request_seed
@@ -504,7 +504,7 @@ def test_images_are_sent_once_per_prompt_without_loss(connect, processor):
         (body,) = a.bodies
         assert len(samples) == 5 and body["token_ids"] == request.compact_ids and body["sampling_params"]["n"] == 5
         (part,) = body["content_parts"]
-        sent = Image.open(io.BytesIO(base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))))
+        sent = Image.open(io.BytesIO(base64.b64decode(part["url"].removeprefix("data:image/bmp;base64,"))))
         assert part["type"] == "image_url" and np.array_equal(np.asarray(sent), np.asarray(request.images[0]))
         a.expanded[tuple(request.compact_ids)] = request.token_ids[1:]
         with pytest.raises(ValueError, match="the trainer's 21 tokens, got 20, the first difference at token 0"):
@@ -618,7 +618,7 @@ def test_bad_input_is_named(connect, monkeypatch):
             rollout.generate([prompt_sample([10] * 510, group_id=7)], SAMPLING)
         with pytest.raises(ValueError, match=f"group 8: {a.url}.*400: Token id 10000 is out of vocabulary"):
             rollout.generate([prompt_sample([10_000], group_id=8)], SAMPLING)
-        with pytest.raises(ValueError, match="row 3: expected an image that can be saved as PNG"):
+        with pytest.raises(ValueError, match="row 3: expected an image that can be saved as BMP"):
             rollout.generate([prompt_sample([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
         assert not any(rollout.pool.load.read().values())
         monkeypatch.setattr("rlkit.rollout.servers.rollout.suppressed_token_ids", lambda *_: torch.arange(1025))
@@ -633,7 +633,7 @@ def test_bad_input_is_named(connect, monkeypatch):
     for urls in ("127.0.0.1:8000", "", ["http://a", "http://a/"]):
         with pytest.raises(ValueError, match="urls: "):
             ServerPool(urls)
-    with pytest.raises(ValueError, match="row 4: expected an image that can be saved as PNG"):
+    with pytest.raises(ValueError, match="row 4: expected an image that can be saved as BMP"):
         image_data_url(None, "row 4")
 
 

@@ -189,7 +189,7 @@ def test_images_are_sent_once_per_prompt_without_loss(connect, processor, n):
         assert len(rollout.generate([request], SAMPLING, n=n)) == n
         (body,) = a.bodies
         for url, image in zip(*body["image_data"], request.images, strict=True):
-            sent = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
+            sent = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/bmp;base64,"))))
             assert np.array_equal(np.asarray(sent), np.asarray(image))
         assert body["input_ids"] == [request.compact_ids] and body["sampling_params"]["n"] == n
         rollout.update_weights(iter(WEIGHTS))

@@ -100,55 +100,58 @@ def test_a_processor_that_cannot_be_pickled_is_named():
         list(encoder([(0, row(0))]))
 
 
-def test_a_signal_that_ends_the_run_ends_no_worker_and_a_killed_one_is_named(processor, rows):
-    """Ctrl-C reaches all processes of a terminal, and the run still needs the prompts of its last step."""
-    encoder = PromptEncoder(processor, 1)
-    encode = lambda i: [prompt() for prompt in encoder([(i, rows[i])])]  # noqa: E731
-    (sample,) = encode(4)
-    process = encoder.workers[0].process
-    for number in (signal.SIGINT, signal.SIGTERM):
-        os.kill(process.pid, number)
-    assert plain(encode(4)) == plain([sample])
-    os.kill(process.pid, signal.SIGKILL)
-    expected = (
-        f"^dataloader_num_workers: expected the prompt of row 5, got the end of its worker, process {process.pid}"
-    )
+def test_a_signal_that_ends_the_run_ends_no_worker_and_a_killed_one_is_named(encoder, rows):
+    """Ctrl-C reaches all processes of a terminal, and the run still needs the prompts of its last step.
+
+    This is the last test of these workers.
+    """
+    encode = lambda numbers: [prompt() for prompt in encoder((i, rows[i]) for i in numbers)]  # noqa: E731
+    before = encode([4, 5])
+    for worker in encoder.workers:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(worker.process.pid, number)
+    assert plain(encode([4, 5])) == plain(before)
+    killed = encoder.workers[0].process.pid
+    os.kill(killed, signal.SIGKILL)
+    expected = f"^dataloader_num_workers: expected the prompt of row [45], got the end of its worker, process {killed}"
     with pytest.raises(PromptWorkerError, match=f"{expected}, by SIGKILL; if nobody has killed it, memory or /dev/shm"):
-        encode(5)
-    encoder.close()
+        encode([4, 5])
 
 
-def test_workers_end_with_their_encoder(processor, rows):
-    encoder = PromptEncoder(processor, 1)
+# a worker that needs no processor imports torch alone
+EMPTY = {"plain_text": "7"}
+
+
+def test_workers_end_with_their_encoder():
+    encoder = PromptEncoder(None, 1)
     assert not encoder.workers  # they are started when they are needed
-    next(encoder([(0, rows[0])]))()
+    next(encoder([(0, EMPTY)]))()
     process = encoder.workers[0].process
     assert process.is_alive()
     del encoder
     assert not process.is_alive()
 
 
-PARENT = """
-import sys, time
-from rlkit.vlm import load_processor
+PARENTS = """
+import os, time
 from rlkit.vlm.prompt_workers import PromptEncoder
 
 if __name__ == "__main__":
-    encoder = PromptEncoder(load_processor(sys.argv[1]), 1)
-    [prompt() for prompt in encoder([(0, {"question": "7", "images": []})])]
-    print(encoder.workers[0].process.pid, flush=True)
-    time.sleep(1000)
+    os.fork()
+    encoder = PromptEncoder(None, 1)
+    [prompt() for prompt in encoder([(0, {"plain_text": "7"})])]
+    os.write(1, f"{os.getpid()} {encoder.workers[0].process.pid}\\n".encode())
+    time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_workers_end_with_this_process(tiny_dir, tmp_path, number):
-    """Also if it is killed, and cannot end them."""
-    (tmp_path / "parent.py").write_text(PARENT)
-    command = [sys.executable, tmp_path / "parent.py", tiny_dir]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
-        worker = int(parent.stdout.readline())
-        assert is_running(worker)
-        parent.send_signal(number)
-        parent.wait(100)
-    until(lambda: not is_running(worker))
+def test_workers_end_with_their_process(tmp_path):
+    """Also if it is killed, and cannot end them. Of two processes, forked after the imports, one is killed."""
+    (tmp_path / "parents.py").write_text(PARENTS)
+    command = [sys.executable, tmp_path / "parents.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as first:
+        worker_of = dict(map(int, first.stdout.readline().split()) for _ in range(2))
+        assert all(map(is_running, worker_of.values()))
+        for parent, worker in worker_of.items():
+            os.kill(parent, signal.SIGKILL if parent == first.pid else signal.SIGINT)
+            until(lambda both=(parent, worker): not any(map(is_running, both)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -22,6 +20,7 @@ from rlkit.rollout.background import in_daemon_thread
 from rlkit.rollout.inference_requests import check_context_length, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sample_name, sampling_per_request
 from rlkit.rollout.servers.claim import claim_servers, release_servers
+from rlkit.rollout.servers.media import MediaEncoder, Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
 from rlkit.rollout.servers.shared_load import store_of_ranks
 from rlkit.rollout.servers.weight_dtype import common_dtype, dtype_by_name
@@ -41,7 +40,7 @@ class Job:
         request: the prompt, or the sample to continue.
         first_number: number of the job's first sample within its group.
         count: number of samples.
-        body: body of the HTTP request.
+        body: body of the HTTP request, without media until it is sent.
     """
 
     index: int
@@ -132,7 +131,11 @@ class ServerRollout(ABC):
 
     @abstractmethod
     def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
-        """Body of a request for `count` of the n samples of a prompt, from number `start` on."""
+        """Body of a request for `count` of the n samples of a prompt, from number `start` on, without its media."""
+
+    @abstractmethod
+    def _media_body(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """The media in the body of a request. It is called in a thread, for requests with media only."""
 
     @abstractmethod
     async def _request_samples(self, server: Server, job: Job) -> list[Sample]:
@@ -219,9 +222,13 @@ class ServerRollout(ABC):
     async def _run(self, jobs: Sequence[Job], n: int, on_finished: OnFinished | None) -> list[Sample]:
         jobs_per_request = len(range(0, n, self.pool.max_sequences))
         results: dict[int, list[Sample]] = {}
+        media = MediaEncoder(job.request for job in jobs)
 
         async def attempt(server: Server, job: Job) -> list[Sample]:
+            if parts := await media.parts(job.request):
+                job = replace(job, body=job.body | await asyncio.to_thread(self._media_body, parts))
             results[job.index] = await self._request_samples(server, job)
+            media.finished(job.request)
             i = job.index // jobs_per_request
             same_request = range(i * jobs_per_request, (i + 1) * jobs_per_request)
             if on_finished is not None and results.keys() >= set(same_request):
@@ -448,23 +455,6 @@ def _raise_on_all_ranks(error: Exception | None) -> None:
 def version_number(weight_version: str) -> int:
     """A server's weight version as a number: how often weights were updated; 0 for those it loaded itself."""
     return int(weight_version) if weight_version.isdecimal() else 0
-
-
-def image_data_url(image: Any, name: str) -> str:
-    """An image as a data URL of a PNG file, which is lossless.
-
-    Args:
-        name: name of the sample, for error messages.
-
-    Raises:
-        ValueError: it is not an image that can be saved as PNG.
-    """
-    buffer = io.BytesIO()
-    try:
-        image.save(buffer, "PNG", compress_level=1)
-    except (AttributeError, OSError, ValueError) as error:
-        raise ValueError(f"{name}: expected an image that can be saved as PNG, got {error}") from error
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _generation_eos_token_id(model: str) -> Any:

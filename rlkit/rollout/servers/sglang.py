@@ -37,9 +37,10 @@ import torch.distributed as dist
 
 from rlkit.data.samples import Sample
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS, check_prompt_expansion
-from rlkit.rollout.sampling import Sampling, sample_name, with_routed_experts
+from rlkit.rollout.sampling import Sampling, with_routed_experts
+from rlkit.rollout.servers.media import Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailable
-from rlkit.rollout.servers.rollout import Job, ServerRollout, image_data_url, version_number
+from rlkit.rollout.servers.rollout import Job, ServerRollout, version_number
 from rlkit.rollout.servers.weight_transfer import NamedTensor, gloo_group, listening_store
 
 GROUP_NAME = "rlkit"
@@ -132,20 +133,19 @@ class SglangRollout(ServerRollout):
             "skip_special_tokens": False,
             **FULL_DISTRIBUTION,
         }
-        body = {
+        return {
             "input_ids": [request.compact_ids],  # a batch of one: SGLang takes a flat list of images as one per prompt
             "sampling_params": params,
             "return_logprob": True,
             "return_prompt_token_ids": True,
             "stream": False,
         }
-        if request.images:
-            name = sample_name(request)
-            urls = [image_data_url(image, name) for image in request.images]
-            # new cache keys after each update, because no route empties the cache of encoded images
-            keys = [sha256(f"{self.version} {url}".encode()).hexdigest()[:16] for url in urls]
-            body |= {"image_data": [urls], "mm_hashes": [keys]}
-        return body
+
+    def _media_body(self, parts: Sequence[Part]) -> dict[str, Any]:
+        urls = [part["url"] for part in parts]
+        # new cache keys after each update, because no route empties the cache of encoded images
+        keys = [sha256(f"{self.version} {url}".encode()).hexdigest()[:16] for url in urls]
+        return {"image_data": [urls], "mm_hashes": [keys]}
 
     async def _request_samples(self, server: Server, job: Job) -> list[Sample]:
         oldest = self.version

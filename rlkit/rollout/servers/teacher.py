@@ -24,8 +24,9 @@ from rlkit.data.samples import Sample
 from rlkit.losses.logprobs import TopkLogprobs
 from rlkit.rollout.inference_requests import check_prompt_expansion
 from rlkit.rollout.sampling import sample_name
+from rlkit.rollout.servers.media import MediaEncoder, Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
-from rlkit.rollout.servers.rollout import image_data_url, version_number
+from rlkit.rollout.servers.rollout import version_number
 from rlkit.rollout.servers.shared_load import store_of_ranks
 
 START_HINT = "Start servers with: python -m rlkit.rollout.serve --model TEACHER --port PORT --max-logprobs K"
@@ -116,20 +117,27 @@ class VllmTeacher:
                     f"teacher's servers, got {len(sample.token_ids)}; start them with a larger --max-model-len"
                 )
         rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
-        jobs = [(sample, k) for sample in samples[rank::ranks]]
-        own_scores = self.pool.run(self.pool.run_jobs(jobs, lambda _: 1, self._request))
+        own_scores = self.pool.run(self._score(samples[rank::ranks], k))
         if self.group is None:
             return own_scores
         of_ranks: list[Any] = [None] * ranks
         dist.all_gather_object(of_ranks, own_scores, group=self.group)
         return [of_ranks[i % ranks][i // ranks] for i in range(len(samples))]
 
-    async def _request(self, server: Server, job: tuple[Sample, int]) -> Scores:
-        sample, k = job
+    async def _score(self, samples: Sequence[Sample], k: int) -> list[Scores]:
+        media = MediaEncoder(samples)
+
+        async def attempt(server: Server, sample: Sample) -> Scores:
+            scores = await self._request(server, sample, k, await media.parts(sample))
+            media.finished(sample)
+            return scores
+
+        return await self.pool.run_jobs(samples, lambda _: 1, attempt)
+
+    async def _request(self, server: Server, sample: Sample, k: int, parts: Sequence[Part]) -> Scores:
         body: dict[str, Any] = {"token_ids": sample.compact_ids, **_request_options(k)}
-        if sample.images:
-            name = sample_name(sample)
-            body["content_parts"] = [{"type": "image_url", "url": image_data_url(x, name)} for x in sample.images]
+        if parts:
+            body["content_parts"] = parts
         try:
             response = await self.pool.request(server, "POST", "/inference/v1/generate", body)
         except RequestRejected as error:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -34,9 +34,9 @@ from rlkit.data.samples import Sample
 from rlkit.rollout.adapters import ADAPTER_CHECK_ROUTE, ADAPTER_NAME, ADAPTER_ROUTE, serialize_adapter
 from rlkit.rollout.inference_requests import check_prompt_expansion
 from rlkit.rollout.sampling import Sampling, sample_name, with_routed_experts
-from rlkit.rollout.servers.arrays import array_url
+from rlkit.rollout.servers.media import Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailable
-from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, image_data_url, version_number
+from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, version_number
 from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
 from rlkit.rollout.vllm import SUPPORTED_RANGE, is_supported
@@ -78,9 +78,10 @@ class VllmServerRollout(ServerRollout):
         check_videos([request], self.processor)
         if any(server.device == "cpu" for server in self.pool.servers):
             check_image_attention([request], self.config)
-        if parts := _content_parts(request):
-            body["content_parts"] = parts
         return body
+
+    def _media_body(self, parts: Sequence[Part]) -> dict[str, Any]:
+        return {"content_parts": parts}
 
     async def _request_samples(self, server: Server, job: Job) -> list[Sample]:
         oldest = self.version
@@ -268,13 +269,3 @@ class VllmServerRollout(ServerRollout):
                 f"{server.url}: expected logprobs of the sampled distribution, got those of the raw logits; start it "
                 f"with --logprobs-mode processed_logprobs. {self.start_hint}"
             )
-
-
-def _content_parts(request: Sample) -> list[dict[str, str]]:
-    """The media of a prompt, each kind in the order of its placeholders."""
-    name = sample_name(request)
-    parts = [{"type": "image_url", "url": image_data_url(image, name)} for image in request.images]
-    parts += [{"type": "video_url", "url": array_url(frames=video.frames, fps=video.fps)} for video in request.videos]
-    return parts + [
-        {"type": "audio_url", "url": array_url(samples=audio.samples, rate=audio.rate)} for audio in request.audios
-    ]
