@@ -100,11 +100,15 @@ def register_models() -> None:
 def runs_by_transformers(config: Any, options: Mapping[str, Any], registered: Mapping[str, Any]) -> bool:
     """Whether vLLM runs a model by transformers' code: it has no model of its own, or is told to.
 
+    A model whose configuration transformers cannot read runs by vLLM's code.
+
     Args:
-        config: of the model.
+        config: of the model, see `config_or_empty`.
         options: of `vllm.LLM`, also those of `family_options`.
         registered: vLLM's models by the names in `architectures` of a config: `vllm.ModelRegistry.models`.
     """
+    if not config.model_type:
+        return options.get("model_impl") == "transformers"
     overrides = options.get("hf_overrides")
     names = (overrides.get("architectures") if isinstance(overrides, Mapping) else None) or config.architectures or ()
     known = [registered[name] for name in names if name in registered]
