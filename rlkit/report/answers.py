@@ -32,7 +32,7 @@ COLUMNS = 2  # of a video's frames: a prompt's images are 240 pixels wide on the
 SAVED_SECONDS = 30.0  # of an audio; a longer one is cut
 MOST_BYTES = 24_000_000  # of answers and images on one page
 MOST_BYTES_OF_AUDIOS = 24_000_000  # on one page: nine minutes of 16000 samples per second
-TAIL = 1000  # bytes of beginning and end that tell whether a samples.jsonl has only grown
+TAIL = 1000  # bytes that tell whether a samples.jsonl has only grown
 MOST_CHARACTERS = 20_000  # of each text on the page; samples.jsonl has the whole text
 
 

@@ -10,7 +10,8 @@ import torch
 
 from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
 
-# model types in vLLM 0.32, those of text models except for the last four obstacles
+# Model types in vLLM 0.32: those of text models, and in OBSTACLES also of whole models (kimi_k25, ernie4_5_vl_moe,
+# cosmos3_edge and cosmos3_omni)
 BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
 # vLLM's models of these, and of multi-head latent attention, give RoPE queries of [tokens, heads, size]. Its kernel for
 # CPUs takes their second dimension for the tokens, and so gives most of them the position of another one.

@@ -13,7 +13,8 @@ from rlkit.vlm.families import attention_temperature_length
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.weight_files import quantization_method, quantized_message
 
-# of these, rlkit.rollout.vllm_gpt_oss updates all weights; some attention back ends of GPUs keep a copy of the sinks
+# rlkit.rollout.vllm_gpt_oss updates all weights of these, except that some GPU attention back ends keep a copy of the
+# sinks
 UPDATED_ON_CPU_ONLY = frozenset({"gpt_oss"})
 # Mistral's repositories have a model twice, for transformers and in Mistral's own format. By default vLLM reads the
 # latter, with other names of weights than the trainer's.
