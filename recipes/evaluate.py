@@ -132,7 +132,9 @@ def summaries(answers: list[dict], batches, cfg: Config, run) -> dict[str, dict[
 def worst_answers(answers: list[dict], tasks, cfg: Config, processor) -> list:
     """The 40 greedy answers with the lowest rewards, for the page."""
     shown = []
-    for answer in sorted(answers, key=lambda answer: answer["reward"] or 0.0)[:40]:
+    judged = [answer for answer in answers if answer["reward"] is not None]
+    unjudged = [answer for answer in answers if answer["reward"] is None]
+    for answer in (sorted(judged, key=lambda answer: answer["reward"]) + unjudged)[:40]:
         row = tasks[cfg.task.index(answer["task"])].heldout[answer["row"]]
         reward = math.nan if answer["reward"] is None else answer["reward"]
         shown.append(replace(encode_prompt(processor, row), text=answer["text"], reward=reward))
@@ -145,6 +147,8 @@ def main(cfg: Config) -> None:
             raise ValueError(
                 f"pass_at: expected a k of at most group_size = {cfg.group_size}, got {cfg.pass_at}"
             )
+        if len(set(cfg.task)) < len(cfg.task):
+            raise ValueError(f"task: expected each task once, got {', '.join(cfg.task)}")
         tasks = [runs.load_named_task(cfg, name) for name in cfg.task]
         run = runs.start_run("evaluate", cfg, "-".join(task.name for task in tasks))
         path, processor = runs.find_model(cfg, run, tasks[0].train)

@@ -98,6 +98,7 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
             flags = ["--gpu-memory-utilization", "0.4"]
             flags += ["--weight-transfer-config", '{"backend": "rlkit_gloo"}']
         flags += runs.adapter_flags(cfg)
+        flags += ["--trust-remote-code"] * cfg.trust_remote_code
         urls = [list(stack.enter_context(serving(path, logs=run.out, options=flags)))]
     dist.broadcast_object_list(urls, 0)
     cfg = replace(cfg, servers=tuple(urls[0]))
@@ -185,7 +186,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:
+        if not (mismatch := metrics["mismatch/abs_dlogp"]) <= cfg.max_mismatch:  # also nan
             run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
         run.phase("weight_sync")
         sampler.send_weights(batches)

@@ -294,6 +294,11 @@ def test_smooth():
 # --- kept answers
 
 
+def read_records(path):
+    index = kept.RecordIndex(path)
+    return index.read(index.update())
+
+
 def some_answers():
     """Three prompts with two answers each; the second answer to the last one could not be judged."""
     image = Image.new("RGB", (1200, 600), "blue")
@@ -313,7 +318,7 @@ def test_a_step_keeps_all_answers_to_its_first_prompts(tmp_path):
     rollout = SimpleNamespace(generate=None)
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
     run.log(5, sampler.metrics(some_answers()))
-    first, second = kept.read_records(tmp_path / SAMPLES)
+    first, second = read_records(tmp_path / SAMPLES)
     (name,) = first["images"]
     answers = first.pop("answers")
     place = {"step": 5, "kind": "training", "prompt": "10"}
@@ -367,6 +372,39 @@ def test_a_page_with_too_many_answers_shows_evenly_spaced_steps(tmp_path, monkey
     assert len(found["images"]) == 1
 
 
+def test_a_page_shows_some_prompts_of_a_step_that_is_too_large(tmp_path, monkeypatch):
+    record = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
+    large = [{**record, "step": 0, "prompt": i, "images": []} for i in range(12)]
+    kept.append_records(tmp_path, [*large, {**record, "step": 1, "prompt": 0, "images": []}])
+    monkeypatch.setattr(kept, "MOST_BYTES", 13 * len(json.dumps(record)))
+    assert len(kept.answers_for_page(tmp_path)["prompts"]) == 13
+    monkeypatch.setattr(kept, "MOST_BYTES", 4 * len(json.dumps(record)))
+    monkeypatch.setattr(kept, "_index", kept.RecordIndex)
+    kept.append_records(tmp_path, [{**one, "step": 2} for one in large])
+    shown = [(one["step"], one["prompt"]) for one in kept.answers_for_page(tmp_path)["prompts"]]
+    assert shown == [(2, str(i)) for i in range(0, 12, 3)]
+
+
+def test_another_file_with_the_same_end_is_read_anew(tmp_path):
+    """Also one written over the old file, and one that begins like it."""
+    record = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
+    path, index = tmp_path / SAMPLES, kept.RecordIndex(tmp_path / SAMPLES)
+
+    def write(*steps):
+        path.write_text("".join(json.dumps({**record, "step": step}) + "\n" for step in steps))
+
+    def steps():
+        return [line.step for line in index.update()]
+
+    write(0, 1, 2)
+    assert steps() == [0, 1, 2]
+    write(5, 6, 2)
+    assert steps() == [5, 6, 2]
+    path.rename(tmp_path / "old")
+    write(5, 7, 2)
+    assert steps() == [5, 7, 2]
+
+
 def test_a_page_reads_only_new_answers_and_those_it_shows(tmp_path, monkeypatch):
     record = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
     monkeypatch.setattr(kept, "MOST_BYTES", 5 * len(json.dumps(record)))
@@ -416,7 +454,7 @@ def test_audios_are_on_the_page_and_long_ones_are_cut(tmp_path, monkeypatch):
 
 def test_a_page_with_too_much_sound_has_that_of_the_newest_steps(tmp_path, monkeypatch):
     kept.append_records(tmp_path, [heard(tmp_path, step, 0.1 + step / 100) for step in range(4)])
-    files = [record["audios"][0]["file"] for record in kept.read_records(tmp_path / SAMPLES)]
+    files = [record["audios"][0]["file"] for record in read_records(tmp_path / SAMPLES)]
     sizes = [4 * (tmp_path / name).stat().st_size // 3 for name in files]
     monkeypatch.setattr(kept, "MOST_BYTES_OF_AUDIOS", sum(sizes[2:]) + 1)
     found = kept.answers_for_page(tmp_path)

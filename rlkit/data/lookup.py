@@ -1,4 +1,4 @@
-"""Clear errors: for names of models and data sets, for optional packages, and of errors from elsewhere."""
+"""Error messages for unknown models and data sets, missing optional packages, and exceptions of other libraries."""
 
 from __future__ import annotations
 

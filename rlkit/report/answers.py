@@ -16,11 +16,12 @@ import hashlib
 import io
 import json
 import math
+import os
 import wave
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from rlkit.tracking import SAMPLES
 from rlkit.tracking.files import replace_file
@@ -157,7 +158,8 @@ def save_audio(out: Path, audio: Any) -> dict[str, Any]:
 def answers_for_page(out: Path) -> dict[str, Any]:
     """The part of samples.jsonl that a page shows.
 
-    If all records and images are larger than `MOST_BYTES`, only every second step is shown, or every third, ...
+    If all records and images are larger than `MOST_BYTES`, only every second step is shown, or every third, ...; of a
+    step that is larger itself, only every second prompt, or every third, ...
 
     Returns:
         `prompts`: records, each with the keys of its images and audios. `images`: data URLs by key. `audios`: likewise,
@@ -166,12 +168,14 @@ def answers_for_page(out: Path) -> dict[str, Any]:
     """
     index = _index(out / SAMPLES)
     lines = index.update()
-    images_of_all = dict.fromkeys(name for line in lines for name in line.images)
-    size = sum(line.size for line in lines) + sum(4 * _saved_bytes(out, name) // 3 for name in images_of_all)
-    every = max(1, math.ceil(size / MOST_BYTES))
-    steps = sorted({line.step for line in lines})
-    chosen = {*steps[::-every]}  # includes the newest step
-    shown = index.read([line for line in lines if line.step in chosen])
+    of_steps: dict[int, list[Line]] = {}
+    for line in lines:
+        of_steps.setdefault(line.step, []).append(line)
+    every = _pages(out, lines)
+    chosen = set()
+    for step in sorted(of_steps)[::-every]:  # includes the newest step
+        chosen |= {line.start for line in of_steps[step][:: _pages(out, of_steps[step])]}
+    shown = index.read([line for line in lines if line.start in chosen])
     names = dict.fromkeys(name for record in shown for name in record["images"])
     images = {name: url for name in names if (url := data_url(out, name))}
     return {
@@ -181,6 +185,13 @@ def answers_for_page(out: Path) -> dict[str, Any]:
         "every": every,
         "audio_seconds": SAVED_SECONDS,
     }
+
+
+def _pages(out: Path, lines: Sequence[Line]) -> int:
+    """How many pages of `MOST_BYTES` these records and their images fill, at least 1."""
+    images = dict.fromkeys(name for line in lines for name in line.images)
+    size = sum(line.size for line in lines) + sum(4 * _saved_bytes(out, name) // 3 for name in images)
+    return max(1, math.ceil(size / MOST_BYTES))
 
 
 def _audios_for_page(out: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -196,16 +207,6 @@ def _audios_for_page(out: Path, records: Sequence[Mapping[str, Any]]) -> dict[st
     return found
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a samples.jsonl. A later record of the same kind, step and prompt replaces an earlier one.
-
-    Lines that are not records are left out, such as a line that was cut off when the process was killed. Numbers that
-    are not finite become None.
-    """
-    index = RecordIndex(path)
-    return index.read(index.update())
-
-
 class Line(NamedTuple):
     """The place of a record in samples.jsonl, in bytes, and what chooses the records of a page."""
 
@@ -218,12 +219,16 @@ class Line(NamedTuple):
 class RecordIndex:
     """Where the records of a samples.jsonl are, so that a page of a long run reads only those that it shows.
 
+    A later record of the same kind, step and prompt replaces an earlier one. Lines that are not records are left out,
+    such as a line that was cut off when the process was killed. Numbers that are not finite become None.
+
     Args:
         path: of the file. It may grow, and may be replaced by another.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.inode, self.head = 0, b""  # of the file, and its first bytes
         self.end, self.tail = 0, b""  # how many bytes have been read, and the last of them
         self.lines: dict[tuple[str, int, str], Line] = {}
 
@@ -233,9 +238,9 @@ class RecordIndex:
             return []
         with self.path.open("rb", buffering=1 << 20) as file:  # lines may be long
             file.seek(self.end - len(self.tail))
-            if file.read(len(self.tail)) != self.tail:  # another file
+            if file.read(len(self.tail)) != self.tail or self._begins_otherwise(file):  # another file
                 self.end, self.tail, self.lines = 0, b"", {}
-                file.seek(0)
+            file.seek(self.end)
             for line in file:
                 record = _parse_place(line)
                 if record is None and not line.endswith(b"\n"):
@@ -244,7 +249,13 @@ class RecordIndex:
                     place = (record["kind"], record["step"], record["prompt"])
                     self.lines[place] = Line(self.end, len(line), record["step"], record["images"])
                 self.end, self.tail = self.end + len(line), line[-TAIL:]
+            file.seek(0)
+            self.inode, self.head = os.fstat(file.fileno()).st_ino, file.read(min(TAIL, self.end))
         return list(self.lines.values())
+
+    def _begins_otherwise(self, file: BinaryIO) -> bool:
+        file.seek(0)
+        return (os.fstat(file.fileno()).st_ino, file.read(len(self.head))) != (self.inode, self.head)
 
     def read(self, lines: Sequence[Line]) -> list[dict[str, Any]]:
         """The records of these lines."""

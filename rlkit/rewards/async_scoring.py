@@ -126,8 +126,8 @@ def score_as_written(
 
 
 def _judge(reward: Reward, samples: Sequence[Sample], failures: Failures) -> Judged:
-    start = time.perf_counter()
-    return *score_parts(reward, samples, failures=failures), start, time.perf_counter()
+    start = time.time()  # comparable between machines, as time.perf_counter() is not
+    return *score_parts(reward, samples, failures=failures), start, time.time()
 
 
 def _of_all_ranks(judged: dict[int, Judged], reasons: str, group: dist.ProcessGroup) -> tuple[dict[int, Judged], str]:

@@ -40,9 +40,10 @@ def register_rollout(backend: str, target: str) -> None:
     """Register a rollout class.
 
     Its instances have `generate(requests, sampling, n, on_finished=...)`, `update_weights(iterator)`, `sleep()`,
-    `wake_up()` and `close()`. It is called with `processor`, with those of `gathered`, `model`, `urls` and
-    `gpu_memory_utilization` that its signature names, and with the options of `make_rollout`. An attribute
-    `collective = True` says that all ranks of a model-parallel group have to generate each sample together.
+    `wake_up()` and `close()`. It is called with `processor`, with those of `gathered`, `model`, `urls`,
+    `gpu_memory_utilization` and `trust_remote_code` that its signature names, and with the options of `make_rollout`.
+    An attribute `collective = True` says that all ranks of a model-parallel group have to generate each sample
+    together.
 
     Args:
         backend: the name that `make_rollout` is called with, and that recipes take as `--rollout`.
@@ -70,6 +71,7 @@ def make_rollout(
     model: str | Path | None = None,
     urls: Sequence[str] = (),
     gpu_memory_utilization: float = 0.8,
+    trust_remote_code: bool = False,
     model_parallel_group: Any = None,
     **options: Any,
 ) -> Any:
@@ -85,6 +87,7 @@ def make_rollout(
         model: directory, hub id or ModelScope name; for all others.
         urls: of the servers.
         gpu_memory_utilization: share of a GPU's memory that a rollout in this process may use.
+        trust_remote_code: allow code from the model's repository to run.
         model_parallel_group: ranks that are given the same requests, `engine.model_parallel_group`: they
             split them, and each rank gets all samples. None if each rank has requests of its own.
         options: of the rollout's class.
@@ -101,8 +104,8 @@ def make_rollout(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := [option for option in options if option not in parameters]):
         raise ValueError(f"{backend} rollout: expected options {', '.join(parameters)}; got {', '.join(unknown)}")
-    shared = {"gathered": gathered, "urls": urls, "gpu_memory_utilization": gpu_memory_utilization}
-    shared["model"] = model and model_path(model)
+    shared = {"gathered": gathered, "model": model and model_path(model), "urls": urls}
+    shared |= {"gpu_memory_utilization": gpu_memory_utilization, "trust_remote_code": trust_remote_code}
     used = {name: value for name, value in shared.items() if name in parameters}
     rollout = rollout_class(processor=processor, **used, **options)
     if model_parallel_group is None:

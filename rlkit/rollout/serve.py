@@ -69,7 +69,8 @@ def serving(
         RuntimeError: a server ended, or was not up in time.
     """
     on_gpu = torch.cuda.is_available()
-    config = config_or_empty(model)
+    trusted = any(option.replace("_", "-") == "--trust-remote-code" for option in options)
+    config = config_or_empty(model, trust_remote_code=trusted)
     own = uses_own_model(family_options(model, config))
     _check_installed(not on_gpu or any("rlkit_gloo" in option for option in options) or own)
     if on_gpu and count * tensor_parallel_size > torch.cuda.device_count():
@@ -148,11 +149,12 @@ def command(model: str, config: Any, host: str, port: int, tensor_parallel_size:
 
 def _check_options(options: Sequence[str], flags: Sequence[str]) -> None:
     """Raise a ValueError for an option that vLLM would take instead of one that the model needs."""
-    given = {option.split("=")[0].split(".")[0].replace("_", "-") for option in options}
-    for option, alias in (("--override-generation-config", ""), ("--compilation-config", "-cc")):
-        if {option, alias} & given and option in flags:
-            needed = flags[flags.index(option) + 1]
-            raise ValueError(f"{option[2:]}: expected none for this model, which needs {needed}, got one")
+    flagged = [option for option in options if option.startswith("-")]
+    given = {option.split("=")[0].split(".")[0].replace("_", "-") for option in flagged}
+    for names in (("--override-generation-config",), ("--compilation-config", "-cc"), ("--hf-overrides",)):
+        if given.intersection(names) and names[0] in flags:
+            needed = flags[flags.index(names[0]) + 1]
+            raise ValueError(f"{names[0][2:]}: expected none for this model, which needs {needed}, got one")
 
 
 def environment(host: str, count: int, on_gpu: bool) -> dict[str, str]:

@@ -58,6 +58,7 @@ class VllmRollout:
         max_model_len: longest sequence; by default that of the model's config.
         gpu_memory_utilization: share of a GPU's memory for the engine's weights and cache together.
         dtype: of its weights and cache; by default that of the trainer, bfloat16 on a GPU and float32 on a CPU.
+        trust_remote_code: allow code from the model's repository to run.
         options: of `vllm.LLM`, e.g. `max_num_seqs`, `kv_cache_memory_bytes`, `enforce_eager`, or
             `enable_return_routed_experts`, with which samples carry the experts of each token.
 
@@ -75,6 +76,7 @@ class VllmRollout:
         max_model_len: int | None = None,
         gpu_memory_utilization: float = 0.8,
         dtype: str | None = None,
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
         self.processor, self.version, self.asleep = processor, 0, False
@@ -90,7 +92,7 @@ class VllmRollout:
             raise ValueError(
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
-        config = config_or_empty(model, trust_remote_code=bool(options.get("trust_remote_code")))
+        config = config_or_empty(model, trust_remote_code=trust_remote_code)
         of_family = family_options(model, config)
         if self.on_gpu:
             dtype, options = dtype or "bfloat16", with_family_options(of_family, options)
@@ -110,6 +112,7 @@ class VllmRollout:
             tensor_parallel_size=tensor_parallel_size,
             max_model_len=max_model_len,
             gpu_memory_utilization=gpu_memory_utilization,
+            trust_remote_code=trust_remote_code,
             enable_sleep_mode=self.on_gpu,
             **options,
         )

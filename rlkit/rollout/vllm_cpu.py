@@ -10,7 +10,8 @@ import torch
 
 from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
 
-# model types in vLLM 0.32, those of text models except for the last four obstacles
+# Model types in vLLM 0.32: those of text models, and in OBSTACLES also of whole models (kimi_k25, ernie4_5_vl_moe,
+# cosmos3_edge and cosmos3_omni)
 BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
 # vLLM's models of these, and of multi-head latent attention, give RoPE queries of [tokens, heads, size]. Its kernel for
 # CPUs takes their second dimension for the tokens, and so gives most of them the position of another one.
@@ -66,13 +67,14 @@ def cpu_dtype_and_options(config: Any, dtype: str | None) -> tuple[str, dict[str
 def with_family_options(of_family: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """A user's options of vLLM, which replace those that a family needs.
 
-    An `override_generation_config` and a `compilation_config` have the entries of both.
+    `override_generation_config`, `compilation_config` and `hf_overrides` have the entries of both.
 
     Args:
         of_family: of `family_options` and `cpu_dtype_and_options`.
 
     Raises:
-        ValueError: a `compilation_config` other than a dict, for a family that needs one.
+        ValueError: a `compilation_config` or `hf_overrides` other than a dict, for a family that needs one, or other
+            `hf_overrides` than it needs.
     """
     merged = {**of_family, **options}
     if generation := of_family.get("override_generation_config"):
@@ -83,6 +85,23 @@ def with_family_options(of_family: Mapping[str, Any], options: Mapping[str, Any]
             raise ValueError(f"compilation_config: expected a dict for this model, which needs {needed}, got {given!r}")
         operators = [*needed["custom_ops"], *given.get("custom_ops", ())]
         merged["compilation_config"] = {**given, "custom_ops": list(dict.fromkeys(operators))}
+    if overrides := of_family.get("hf_overrides"):
+        merged["hf_overrides"] = _with_needed_overrides(overrides, options.get("hf_overrides") or {})
+    return merged
+
+
+def _with_needed_overrides(needed: Mapping[str, Any], given: Any) -> dict[str, Any]:
+    """Overrides of the configuration, given by a user, with those that a family needs."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"hf_overrides: expected a dict for this model, which needs {needed}, got {given!r}")
+    merged = {**given, **needed}
+    for name in needed.keys() & given.keys():
+        if isinstance(needed[name], Mapping):
+            merged[name] = _with_needed_overrides(needed[name], given[name])
+        elif given[name] != needed[name]:
+            raise ValueError(
+                f"hf_overrides: expected {name} {needed[name]!r}, which this model needs, got {given[name]!r}"
+            )
     return merged
 
 

@@ -13,7 +13,8 @@ from rlkit.vlm.families import attention_temperature_length
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.weight_files import quantization_method, quantized_message
 
-# of these, rlkit.rollout.vllm_gpt_oss updates all weights; some attention back ends of GPUs keep a copy of the sinks
+# rlkit.rollout.vllm_gpt_oss updates all weights of these, except that some GPU attention back ends keep a copy of the
+# sinks
 UPDATED_ON_CPU_ONLY = frozenset({"gpt_oss"})
 # Mistral's repositories have a model twice, for transformers and in Mistral's own format. By default vLLM reads the
 # latter, with other names of weights than the trainer's.
@@ -100,11 +101,15 @@ def register_models() -> None:
 def runs_by_transformers(config: Any, options: Mapping[str, Any], registered: Mapping[str, Any]) -> bool:
     """Whether vLLM runs a model by transformers' code: it has no model of its own, or is told to.
 
+    A model whose configuration transformers cannot read runs by vLLM's code.
+
     Args:
-        config: of the model.
+        config: of the model, see `config_or_empty`.
         options: of `vllm.LLM`, also those of `family_options`.
         registered: vLLM's models by the names in `architectures` of a config: `vllm.ModelRegistry.models`.
     """
+    if not config.model_type:
+        return options.get("model_impl") == "transformers"
     overrides = options.get("hf_overrides")
     names = (overrides.get("architectures") if isinstance(overrides, Mapping) else None) or config.architectures or ()
     known = [registered[name] for name in names if name in registered]

@@ -38,5 +38,5 @@ class ExactGemma3nForConditionalGeneration(gemma3n_mm.Gemma3nForConditionalGener
 
 
 def _scale_epsilon(model: Any) -> None:
-    """Have the norm of c x equal that of x: with c = 1 / sqrt(hidden_size), epsilon is divided by c squared."""
+    """Scale epsilon so that norm(x) equals transformers' norm(c x), where c = 1 / sqrt(hidden_size)."""
     model.self_decoder.per_layer_projection_norm.variance_epsilon *= model.config.hidden_size

@@ -27,8 +27,8 @@ class WeightSyncCheck:
     fail if they exceed `factor` times the first one, or `max_mismatch`. An update that is smaller than rounding cannot
     be distinguished from none.
 
-    A resumed run is given `first` of the run before it. As its sampler may be another one, of other rounding, its first
-    mismatch fails only if it is too large for both: for a later one, and for a first one.
+    A resumed run is given `first` of the run before it. Its sampler may round differently, so the first mismatch after
+    resuming may reach the larger of both limits: that of a first step and that of a later step.
 
     Args:
         max_mismatch: always fail above this. Infinity: never fail, for answers that other weights have sampled.

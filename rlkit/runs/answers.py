@@ -123,8 +123,13 @@ class LearningWarnings:
                 "learned: look at the answers, and at how they are judged (--reward)",
             )
         if (cut := metrics["response_length/cut"]) > 0.5:
-            limit = self.cfg.max_new_tokens
-            self._warn_once("cut", f"{cut:.0%} of the answers are cut at --max_new_tokens {limit}: raise it")
+            at = f"are cut at --max_new_tokens {self.cfg.max_new_tokens}"
+            if getattr(self.cfg, "max_turns", 1) > 1:
+                of_episode = f"--max_response_tokens {self.cfg.max_response_tokens} (0: the rest of the context)"
+                advice = f"{at} in a turn, or do not fit into {of_episode}: raise what limits them"
+            else:
+                advice = f"{at}: raise it"
+            self._warn_once("cut", f"{cut:.0%} of the answers {advice}")
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self.given:

@@ -34,7 +34,9 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def mean_and_error(
     values: Sequence[float], global_sum: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[float, float]:
-    """The mean of some values and its standard error, sqrt(sample variance / count); nan without values.
+    """The mean of some values and its standard error, sqrt(sample variance / count).
+
+    Without values both are nan. A single value has no standard error, so that is nan too.
 
     Args:
         values: one value for each row of this rank.
@@ -45,7 +47,9 @@ def mean_and_error(
     count, total, squares = (global_sum(sums) if global_sum else sums).tolist()
     if not count:
         return math.nan, math.nan
-    variance = max(0.0, squares - total**2 / count) / max(count - 1, 1)
+    if count == 1:
+        return total, math.nan
+    variance = max(0.0, squares - total**2 / count) / (count - 1)
     return total / count, math.sqrt(variance / count)
 
 

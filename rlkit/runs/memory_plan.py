@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import os
@@ -22,7 +23,7 @@ from rlkit.data.samples import Row
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.options import OF_ONE_RUN
 from rlkit.runs.rollouts import is_replay
-from rlkit.tracking.files import replace_file
+from rlkit.tracking.files import replace_file, versions
 from rlkit.vlm.tiny import is_tiny
 
 FILE = "plan.json"
@@ -99,15 +100,27 @@ def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str,
     if not _have_images(rows):
         arguments += ["--image_tokens", "0"]
     request = json.loads(json.dumps({"arguments": arguments, "options": options}, default=str))
+    recipe = _recipe(cfg)
+    made_of = _made_of(recipe, cfg.model)
     try:
         saved = json.loads((out / FILE).read_text())
-        if saved["request"] == request:
+        if (saved["request"], saved["made_of"]) == (request, made_of):
             return saved["plan"]
-    except (OSError, ValueError, KeyError):  # there is none
+    except (OSError, ValueError, KeyError, TypeError):  # there is none
         pass
-    plan = _planned_by_command(_recipe(cfg), arguments, request["options"], seconds)
-    replace_file(out / FILE, json.dumps({"request": request, "plan": plan}, indent=1) + "\n")
+    try:
+        plan = _planned_by_command(recipe, arguments, request["options"], seconds)
+        replace_file(out / FILE, json.dumps({"request": request, "made_of": made_of, "plan": plan}, indent=1) + "\n")
+    except OSError as error:
+        raise _NotPlannedError(str(error)) from error
     return plan
+
+
+def _made_of(recipe: Path, model: str) -> dict[str, Any]:
+    """What a plan depends on beside the options: versions, and the contents of the recipe and the model's config."""
+    config = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    files = [path for path in (recipe, config) if path.suffix in (".py", ".json") and path.is_file()]
+    return {"versions": versions(), "files": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]}
 
 
 def _recipe(cfg: Any) -> Path:

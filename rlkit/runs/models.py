@@ -22,7 +22,6 @@ from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.options import (
     AdapterOptions,
     EngineOptions,
-    GenerationOptions,
     OptimizerOptions,
     TrainingOptions,
     option_value,
@@ -199,11 +198,12 @@ def build_reference(cfg: TrainingOptions, path: str, processor: Any, engine: Any
 
 
 def build_rollout(
-    cfg: GenerationOptions, path: str, processor: Any, engine: Any, *, beside: Sequence[Any] = (), **options: Any
+    cfg: Any, path: str, processor: Any, engine: Any, *, beside: Sequence[Any] = (), **options: Any
 ) -> Any:
     """The sampling back end for the policy that this engine trains.
 
     Args:
+        cfg: `GenerationOptions` and `ModelOptions`.
         beside: other training engines on the same GPUs, for which vLLM leaves memory.
         options: options of the rollout class; `--rollout_options` override them.
     """
@@ -212,6 +212,7 @@ def build_rollout(
     utilization = cfg.gpu_memory_utilization or DEFAULT_UTILIZATION
     options = {
         "gpu_memory_utilization": utilization,
+        "trust_remote_code": cfg.trust_remote_code,
         **options,
         **{name: option_value(text) for name, text in cfg.rollout_options.items()},
     }

@@ -15,6 +15,7 @@ sys.path.insert(0, str(HERE))
 import helpers  # noqa: E402
 from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
+from rlkit.data import prompt_sample  # noqa: E402
 from rlkit.tracking import Run  # noqa: E402
 from rlkit.vlm import load_processor  # noqa: E402
 
@@ -95,9 +96,24 @@ def test_help_names_every_option(capsys):
     helpers.assert_help_names_every_option("evaluate", capsys)
 
 
+def test_unjudged_answers_are_shown_after_judged_ones(monkeypatch):
+    recipe = helpers.load("evaluate")
+    monkeypatch.setattr(recipe, "encode_prompt", lambda processor, row: prompt_sample([1], row=row))
+    task, cfg = helpers.few_digits(), recipe.Config(task=("few",))
+    rewards = [1.0, None, -1.0, 0.0]
+    answers = [{"task": "few", "row": i, "text": str(i), "reward": reward} for i, reward in enumerate(rewards)]
+    assert [sample.text for sample in recipe.worst_answers(answers, [task], cfg, None)] == ["2", "3", "0", "1"]
+
+
 def test_bad_input_is_one_clear_message(whole, start, tmp_path):
     for message, arguments in {
         "evaluate: task: expected a built-in": ["--task", "digits", "digit"],
+        "evaluate: task: expected each task once, got addition, digits, addition": [
+            "--task",
+            "addition",
+            "digits",
+            "addition",
+        ],
         "evaluate: pass_at: expected a k of at most group_size = 4, got \\(8,\\)": ["--pass_at", 8],
         "evaluate: out .*holds a run already; continue it with --resume": ["--out", whole],
     }.items():

@@ -1,6 +1,7 @@
 """`recipes/grpo_async.py`, and each recipe that samples with `--rollout vllm_server`, beside a real vLLM server."""
 
 import json
+import math
 import sys
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine
 from rlkit.rollout import Observation
 from rlkit.rollout.serve import serving
 from rlkit.tracking import read_metrics
@@ -134,6 +136,15 @@ def test_weights_that_do_not_arrive_stop_the_run(warm_dir, server, tmp_path, mon
         patch.setattr("rlkit.rollout.servers.rollout.send_weights", lambda weights, *rest, **options: list(weights))
         with pytest.raises(SystemExit, match="grpo_async-.*: step [01]: mismatch/abs_dlogp: .* they did not arrive"):
             run_here("grpo_async", *options, tmp_path / "run", "--steps", 4, "--warmup_steps", 1)
+
+
+def test_a_mismatch_of_nan_stops_the_run(warm_dir, server, tmp_path, monkeypatch):  # noqa: F811
+    train_batch = Fsdp2Engine.train_batch
+    nan = {"mismatch/abs_dlogp": math.nan}
+    monkeypatch.setattr(Fsdp2Engine, "train_batch", lambda *args, **options: train_batch(*args, **options) | nan)
+    options = ["--model", warm_dir, "--servers", server, *SMALL, "--steps", 1, "--out", tmp_path / "run"]
+    with pytest.raises(SystemExit, match="sampler and trainer differ by nan in mean"):
+        run_here("grpo_async", *options, "--task", "helpers:seen_shortly")
 
 
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):  # noqa: F811

@@ -54,7 +54,7 @@ class SlowReward:
     def __init__(self, monkeypatch):
         self.now, self.reads, self.early_ones_are_judged = 0.0, 0, threading.Event()
         self.meeting, self.main, self.lock = threading.Barrier(2, self.tick, DEADLINE), [], threading.Lock()
-        monkeypatch.setattr(async_scoring, "time", SimpleNamespace(perf_counter=self.clock))
+        monkeypatch.setattr(async_scoring, "time", SimpleNamespace(time=self.clock))
 
     def clock(self):
         with self.lock:

@@ -1,6 +1,8 @@
 """Rollouts by name: built-in ones, registered ones, and what is said of wrong names and options."""
 
+import inspect
 import sys
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
@@ -17,10 +19,17 @@ class ModelRollout:
         self.options = (processor, model, flavour)
 
 
+class CodeRollout:
+    """Runs code from the model's repository if it is told to."""
+
+    def __init__(self, *, processor, trust_remote_code=False):
+        self.trust_remote_code = trust_remote_code
+
+
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setattr(rlkit.rollout, "_ROLLOUTS", dict(rlkit.rollout._ROLLOUTS))
-    monkeypatch.setitem(sys.modules, "elsewhere", SimpleNamespace(ModelRollout=ModelRollout))
+    monkeypatch.setitem(sys.modules, "elsewhere", SimpleNamespace(ModelRollout=ModelRollout, CodeRollout=CodeRollout))
 
 
 def test_a_registered_rollout_gets_the_arguments_that_it_names(registered, tiny_dir):
@@ -30,6 +39,18 @@ def test_a_registered_rollout_gets_the_arguments_that_it_names(registered, tiny_
     assert make_rollout("mine", **shared, flavour="sweet").options == ("p", tiny_dir, "sweet")
     with pytest.raises(ValueError, match="mine rollout: expected options processor, model, flavour; got flavor"):
         make_rollout("mine", **shared, flavor="sweet")
+
+
+def test_code_from_the_models_repository_is_trusted_by_rollouts_that_run_it(registered, tiny_dir):
+    register_rollout("mine", "elsewhere:ModelRollout")
+    register_rollout("code", "elsewhere:CodeRollout")
+    shared = {"processor": "p", "model": tiny_dir}
+    assert make_rollout("code", **shared, trust_remote_code=True).trust_remote_code
+    assert not make_rollout("code", **shared).trust_remote_code
+    assert make_rollout("mine", **shared, trust_remote_code=True).options == ("p", tiny_dir, "plain")
+    for backend in ("vllm", "vllm_server", "sglang"):
+        module, _, name = rlkit.rollout._ROLLOUTS[backend].partition(":")
+        assert "trust_remote_code" in inspect.signature(getattr(import_module(module), name)).parameters
 
 
 def test_an_installed_package_can_register_one(registered, monkeypatch, tiny_dir):

@@ -82,3 +82,13 @@ def test_servers_take_the_last_gpus(tiny_dir, tmp_path, monkeypatch):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with serving(tiny_dir, count=2, tensor_parallel_size=2, port=port, logs=tmp_path):
             assert [log.read_text() for log in logs] == expected
+
+
+@pytest.mark.parametrize(("options", "trusted"), [([], False), (["--trust-remote-code"], True)])
+def test_a_server_reads_the_config_with_code_of_its_repository_if_vllm_does(monkeypatch, options, trusted):
+    def read(model, *, trust_remote_code=False):
+        raise ValueError(f"trusted: {trust_remote_code}")
+
+    monkeypatch.setattr("rlkit.rollout.serve.config_or_empty", read)
+    with pytest.raises(ValueError, match=f"^trusted: {trusted}$"), serving("model", options=options):
+        pass

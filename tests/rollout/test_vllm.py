@@ -1,6 +1,7 @@
 """Real vLLM in the trainer's process, on one rank and on two, beside the engine whose weights it is given."""
 
 import json
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +22,7 @@ from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.serve import command, serving
 from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512, with_family_options
-from rlkit.rollout.vllm_families import check_weight_updates_work, runs_by_transformers
+from rlkit.rollout.vllm_families import check_weight_updates_work, config_or_empty, runs_by_transformers
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 from rlkit.vlm.families import has_bidirectional_images
 from rlkit.vlm.loading import load_config
@@ -217,6 +218,12 @@ def test_models_that_vllm_runs_by_transformers_code(architectures, options, expe
             assert runs_by_transformers(config, options, registered) == expected
 
 
+def test_a_configuration_that_transformers_cannot_read_says_nothing_of_the_model_that_vllm_runs(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "of_a_later_release", "architectures": ["Own"]}')
+    config = config_or_empty(str(tmp_path))
+    assert not runs_by_transformers(config, {}, {}) and runs_by_transformers(config, {"model_impl": "transformers"}, {})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_reset_after_weight_sync(alone, kind):
     """Otherwise answers to prompts that were seen before would use keys and values of the old weights."""
@@ -406,6 +413,45 @@ def test_a_users_compilation_config_keeps_what_the_family_needs():
     assert with_family_options({}, {"compilation_config": 3}) == {"compilation_config": 3}
     with pytest.raises(ValueError, match="^compilation_config: expected a dict for this model, which needs .*, got 3$"):
         with_family_options(needed, {"compilation_config": 3})
+
+
+def test_a_users_overrides_keep_what_the_family_needs():
+    """Without the class of rlkit, vLLM would keep old experts of gpt-oss on a CPU."""
+    needed = {"hf_overrides": {"architectures": ["Own"], "text_config": {"model_type": "known"}}}
+    assert with_family_options(needed, {"max_num_seqs": 3}) == {**needed, "max_num_seqs": 3}
+    found = with_family_options(needed, {"hf_overrides": {"text_config": {"hidden_size": 8}, "max_length": 9}})
+    assert found["hf_overrides"] == {
+        "architectures": ["Own"], "text_config": {"model_type": "known", "hidden_size": 8}, "max_length": 9,
+    }  # fmt: skip
+    assert with_family_options({}, {"hf_overrides": {"architectures": ["Mine"]}})["hf_overrides"] == {
+        "architectures": ["Mine"]
+    }
+    for given, error in [
+        ({"architectures": ["Mine"]}, r"expected architectures \['Own'\], which this model needs, got \['Mine'\]"),
+        (lambda config: config, "expected a dict for this model, which needs .*Own.*, got <function"),
+        ({"text_config": 3}, "expected a dict for this model, which needs .*known.*, got 3"),
+    ]:
+        with pytest.raises(ValueError, match=f"^hf_overrides: {error}"):
+            with_family_options(needed, {"hf_overrides": given})
+
+
+def test_a_server_refuses_overrides_in_place_of_those_that_its_family_needs(tmp_path, monkeypatch):
+    AutoConfig.for_model("gpt_oss").save_pretrained(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    expected = "^hf-overrides: expected none for this model, which needs .*UpdatableGptOss.*, got one$"
+    for option in ("--hf-overrides", "--hf_overrides.max_position_embeddings"):
+        with pytest.raises(ValueError, match=expected), serving(str(tmp_path), options=[option, "{}"]):
+            pass
+
+
+def test_a_value_of_a_servers_option_is_no_option(tmp_path):
+    """Values such as .9 and ./chat.jinja begin with a dot."""
+    AutoConfig.for_model("llama4_text").save_pretrained(tmp_path)
+    options = ["--gpu-memory-utilization", ".9", "--chat-template", "./chat.jinja"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"^port {port}: "), serving(str(tmp_path), port=port, options=options):
+            pass
 
 
 def test_servers_read_the_files_that_the_trainer_reads(tmp_path):

@@ -48,7 +48,13 @@ def test_mean_and_error():
     of_both = mean_and_error(values, lambda sums: sums + other_rank)
     every = [*values, 0.5, 0.0]
     assert of_both == pytest.approx((statistics.fmean(every), statistics.stdev(every) / 6**0.5))
-    assert all(map(math.isnan, mean_and_error([]))) and mean_and_error([0.3]) == (0.3, 0.0)
+    assert all(map(math.isnan, mean_and_error([])))
+
+
+def test_a_single_value_has_no_error_and_no_interval():
+    mean, error = mean_and_error([0.5])
+    assert mean == 0.5 and math.isnan(error)
+    assert with_intervals({"accuracy": mean, "accuracy_error": error}, 1)["accuracy"] == "0.500"
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 10), (23, 25), (999, 1000), (40, 40)])

@@ -134,6 +134,38 @@ def test_a_plan_that_fails_is_one_line(recipe, model, gpu, tmp_path, capsys, cha
     assert not (tmp_path / "plan.json").exists()
 
 
+def test_a_changed_recipe_model_or_version_is_planned_again(model, gpu, tmp_path, monkeypatch):
+    folder, planned = tmp_path / "model", []
+    shutil.copytree(model, folder)
+    shutil.copy(RECIPE, tmp_path / "own.py")
+    found = {"fits": True, "verdict": "fits", "rows": "rows", "phases": {}}
+    monkeypatch.setattr(memory_plan, "_planned_by_command", lambda *_: planned.append(1) or found)
+    cfg = options(load(tmp_path / "own.py"), str(folder))
+
+    def plans():
+        planned.clear()
+        planned_memory(cfg, tmp_path)
+        return len(planned)
+
+    assert (plans(), plans()) == (1, 0)
+    for path in (tmp_path / "own.py", folder / "config.json"):
+        path.write_text(path.read_text() + "\n")
+        assert (plans(), plans()) == (1, 0)
+    monkeypatch.setattr(memory_plan, "versions", lambda: {"torch": "99"})
+    assert (plans(), plans()) == (1, 0)
+    (tmp_path / "plan.json").write_text("[]")
+    assert (plans(), plans()) == (1, 0)
+
+
+def test_a_plan_that_cannot_be_written_does_not_end_the_run(recipe, model, gpu, tmp_path, capsys, monkeypatch):
+    def no_space(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(memory_plan, "_planned_by_command", no_space)
+    assert planned_memory(options(recipe, model), tmp_path) == {}
+    assert capsys.readouterr().out == "memory is not planned: No space left on device\n"
+
+
 def test_options_that_are_in_no_file_are_not_planned(model, gpu, tmp_path, capsys):
     shutil.copy(RECIPE, tmp_path / "gone.py")
     cfg = options(load(tmp_path / "gone.py"), model)

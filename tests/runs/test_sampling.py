@@ -13,7 +13,7 @@ from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed
 from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.runs import Answers, PolicySampler, Prompts, evaluate_heldout
-from rlkit.runs.answers import accuracy, too_few_judged
+from rlkit.runs.answers import LearningWarnings, accuracy, too_few_judged
 from rlkit.vlm import load_processor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -157,6 +157,18 @@ def test_a_run_that_cannot_learn_is_told_why_once():
     assert warnings([equal] * 30, group_size=1) == []  # nothing is compared
     cut = "warning: 100% of the answers are cut at --max_new_tokens 6: raise it"
     assert warnings([different] * 3, finish="length") == [cut]
+
+
+def test_the_warning_of_cut_episodes_names_the_limits_of_a_turn_and_of_an_episode():
+    said, limits = [], {"max_new_tokens": 6, "max_response_tokens": 20}
+    for max_turns in (1, 3):
+        cfg = SimpleNamespace(max_turns=max_turns, **limits)
+        LearningWarnings(cfg, SimpleNamespace(print=said.append)).check({"response_length/cut": 0.6})
+    assert said[0] == "warning: 60% of the answers are cut at --max_new_tokens 6: raise it"
+    assert said[1].startswith(
+        "warning: 60% of the answers are cut at --max_new_tokens 6 in a turn, or do not fit into "
+    )
+    assert "--max_response_tokens 20 " in said[1]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -57,6 +57,14 @@ def test_the_sampler_gets_what_the_trainer_leaves(monkeypatch):
         share_left(20 * GIB, 80 * GIB, 14 * GIB)
 
 
+def test_the_sampler_runs_code_of_the_models_repository_if_the_trainer_does(monkeypatch):
+    for given, expected in [([], False), (["--trust_remote_code"], True)]:
+        cfg = options("grpo_vlm", *given)
+        assert started_with(monkeypatch, cfg, engine(1))["trust_remote_code"] is expected
+    cfg = options("grpo_vlm", "--rollout_options", "trust_remote_code", "true")
+    assert started_with(monkeypatch, cfg, engine(1))["trust_remote_code"] is True
+
+
 def test_a_share_that_is_given_counts(monkeypatch):
     cfg = options("grpo_vlm", "--rollout", "vllm", "--gpu_memory_utilization", 0.3)
     gpu = (10 * GIB, 100 * GIB)

@@ -1,4 +1,4 @@
-"""Adversarially long answers must not stall a reward: the policy writes them, and learns whatever pays."""
+"""Rewards take linear time, so that a policy cannot stall training with very long answers."""
 
 import asyncio
 import time
