@@ -96,15 +96,15 @@ def test_a_run_that_fits_has_planned_metrics(recipe, model, gpu, tmp_path, capsy
 )
 def test_a_task_without_images_has_no_images_in_its_prompts(recipe, model, gpu, tmp_path, monkeypatch, rows, of_images):
     """A vision-language model would otherwise be planned with images that fill every prompt."""
-    asked = []
+    planned_with = []
 
     def plan(recipe, arguments, *_):
-        asked.append(arguments)
+        planned_with.append(arguments)
         return {"fits": True, "verdict": "fits", "rows": "rows", "phases": {}}
 
     monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
     planned_memory(options(recipe, model), tmp_path, rows)
-    assert (asked[0][-2:] == ["--image_tokens", "0"]) != of_images
+    assert (planned_with[0][-2:] == ["--image_tokens", "0"]) != of_images
 
 
 def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):

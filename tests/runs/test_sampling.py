@@ -100,10 +100,10 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tm
 
 def test_heldout_prompts_without_room_for_an_answer_get_none(tmp_path):
     """Rows with given answers are encoded for their loss; the sampler's context of 64 tokens may hold fewer."""
-    asked = []
+    answered = []
 
     def generate(prompts, sampling, n, on_finished):
-        asked.extend(prompt.group_id for prompt in prompts)
+        answered.extend(prompt.group_id for prompt in prompts)
         return []
 
     sampler, recorded, said = evaluating(tmp_path, generate, None, "")
@@ -111,7 +111,7 @@ def test_heldout_prompts_without_room_for_an_answer_get_none(tmp_path):
     heldout = Prompts([replace(prompt_sample([1] * length), group_id=i) for i, length in enumerate(lengths)])
     for when in ("before", "after"):
         evaluate_heldout(sampler, heldout, when, heldout_loss=0.5)
-    assert asked == [0, 1] * 2 and recorded["heldout"] == len(lengths)
+    assert answered == [0, 1] * 2 and recorded["heldout"] == len(lengths)
     assert said == [
         "held-out: 7 prompts of more than 58 tokens leave no room for an answer of 6 tokens, and get none: "
         "group 2 (59), group 3 (200), group 4 (60), group 5 (60), group 6 (60), ..."
