@@ -185,6 +185,13 @@ def run(name, split, out, processor):
     torch.save(results, out / f"{name}.{dist.get_rank()}.pt")
 
 
+def with_a_sequence_as_long_as_a_part():
+    """Two ranks have 8 tokens each; the second sequence has 8, too, which both share."""
+    samples = [append_response(prompt_sample([i]), [*range(10, 9 + i)], [-1.0] * (i - 1)) for i in (3, 8, 5)]
+    batch = collate(samples)
+    return batch, torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(0))
+
+
 def run_family(family, ulysses_size):
     """The largest errors of logprobs and of gradients summed over ranks, compared with one sequence at a time."""
     if family in test_families.VISION:
@@ -194,6 +201,8 @@ def run_family(family, ulysses_size):
         batch, weights = test_families.rows()
         batch = batch.select(range(1, len(batch)))  # with all rows, no prompt would be on another rank than its answers
         weights = weights[1:, : batch.tokens.shape[1]]
+    if family == "glm_moe_dsa":  # which hands choices of tokens from layer to layer
+        batch, weights = with_a_sequence_as_long_as_a_part()
     expected, expected_gradients = test_families.one_at_a_time(model, batch, weights)
     use_packed_attention(model, packed=True)
     ulysses = apply_ulysses(model, ulysses_size, CPU, packed=True)

@@ -29,6 +29,8 @@ from rlkit.engines.packing.rows import RowBlock, Rows
 from rlkit.engines.packing.ulysses import gather_tokens
 from rlkit.vlm.families import DELTA_RULE_CLASSES, INDEXED_ATTENTION_CLASSES, TAKES_PADDING_MASK, layers_by_sequence
 
+CHOICE = "prev_topk_indices"  # argument with the tokens that an earlier layer's indexer has chosen, for each block
+
 
 def use_separate_sequences(model: Any) -> None:
     """Make each of `layers_by_sequence` treat the sequences of a packed row separately."""
@@ -67,7 +69,8 @@ class SeparateSequences:
         self.inputs = {**dict(zip(signature(layer.forward).parameters, args, strict=False)), **kwargs}
         self.inputs.pop("packed_layout", None)
         if self.layout.ulysses is not None:
-            self.inputs = tree_map(partial(_gather, layout=self.layout), self.inputs)
+            of_tokens = {name: x for name, x in self.inputs.items() if name != CHOICE}
+            self.inputs |= tree_map(partial(_gather, layout=self.layout), of_tokens)
         if _continues(layer, self.layout):
             self.inputs["cache_params"] = PromptStates(layer.layer_idx)
         self.layout.calls_by_sequence += 1
@@ -76,12 +79,13 @@ class SeparateSequences:
     def inputs_of_block(self, layer: nn.Module, number: int) -> dict[str, Any]:
         """The layer's inputs, of which those with an entry for each token are rows."""
         assert self.layout is not None
-        block, inputs = _rows(layer, self.layout).blocks[number], dict(self.inputs)
-        if inputs.get("prev_topk_indices") is not None:
-            inputs["prev_topk_indices"] = inputs["prev_topk_indices"][number]
+        block = _rows(layer, self.layout).blocks[number]
+        inputs = tree_map(partial(_select, tokens=block.tokens, count=sum(self.layout.lengths)), self.inputs)
+        if (choices := self.inputs.get(CHOICE)) is not None:
+            inputs[CHOICE] = choices[number]
         if type(layer).__name__ in INDEXED_ATTENTION_CLASSES:
             inputs["attention_mask"] = _mask(layer, block)
-        return tree_map(partial(_select, tokens=block.tokens, count=sum(self.layout.lengths)), inputs)
+        return inputs
 
     def join(self, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook: compute the other blocks, and join the outputs of all blocks into a packed row."""
