@@ -149,8 +149,9 @@ def page() -> str:
 Not supported; each is refused with an error that says why:
 
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
-- Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
-- Ulysses, tensor parallelism and Megatron with indexers: {", ".join(sorted(indexed))};
+- Ulysses: {", ".join(sorted(not_shared - {*families.REFUSED}))}, whose experts for images have no gradient on a rank
+  without image tokens, and families whose rows cannot be packed;
+- tensor parallelism and Megatron with recurrent layers or indexers: {", ".join(sorted(recurrent | indexed))};
 - positions: {positions};
 - videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
@@ -212,9 +213,11 @@ Notes:
   they get each sequence as a row of its own, while all other layers compute the packed row
   (rlkit/engines/packing/separate_sequences.py). Answers that share a prompt have its tokens once: layers with the gated
   delta rule hand the prompt's last state on to each answer. Mamba layers and short convolutions compute the prompt once
-  for each answer. On a GPU, `pip install -e '.[linear-attention]'` and `pip install --no-build-isolation causal-conv1d`
-  install the kernels that transformers uses for the gated delta rule. Adapters are not put on `out_proj` and `conv1d`
-  of Mamba layers, whose weights go into a fused kernel on GPUs.
+  for each answer. With Ulysses each rank gathers the inputs of such a layer and computes all of its tokens: the ranks
+  share the time and memory of all other layers, but not of these. With gradient checkpointing, only one of these layers
+  at a time holds activations of all tokens. On a GPU, `pip install -e '.[linear-attention]'` and
+  `pip install --no-build-isolation causal-conv1d` install the kernels that transformers uses for the gated delta rule.
+  Adapters are not put on `out_proj` and `conv1d` of Mamba layers, whose weights go into a fused kernel on GPUs.
 - **Llama 4.** Chunks of its chunked attention are counted from the start of each packed sequence, and the temperature
   of its layers without RoPE goes by positions, as in single sequences. `--rollout hf` refuses rows padded on the left
   from `floor_scale` (8192) tokens on, where transformers' temperature counts padding; use vLLM there. Routers get no
@@ -266,7 +269,8 @@ Notes:
 - **kimi_k25 with vLLM.** vLLM's model is called `KimiK25ForConditionalGeneration`, as in the published `config.json`,
   and asks for the `media_proc_cfg` of the published processor. For `Kimi_K25ForConditionalGeneration`, the class that
   transformers writes, and so for an export, vLLM 0.32 runs transformers' own model. vLLM's takes images as
-  `vision_chunk`, a form that rlkit does not send. On a CPU rollout `vllm` refuses the family.
+  `vision_chunk`, a form that rlkit does not send: prompts with images are refused for that class. On a CPU rollout
+  `vllm` refuses the family.
 - **olmo_hybrid with vLLM.** vLLM 0.32 loads no files of it: its mapper marks the convolutions of queries, keys and
   values by an attribute that the loader of the merged convolution does not read ("list indices must be integers or
   slices, not NoneType").
@@ -281,8 +285,8 @@ Notes:
 - **deepseek_v32, glm_moe_dsa** (DeepSeek-V3.2, GLM-5) attend to the tokens that an indexer chooses among all tokens of
   a row. In packed rows these layers get each sequence as a row of its own, with its prompt, as recurrent layers do, and
   compute it by SDPA with a mask. So their memory grows with the square of the longest sequence, and a shared prompt is
-  computed once more for each answer in them. The choice has no gradient: the indexer does not train, and neither do
-  adapters on it.
+  computed once more for each answer in them. Ulysses treats them as it treats recurrent layers. The choice has no
+  gradient: the indexer does not train, and neither do adapters on it.
 - **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
   "0.8 seconds". vLLM rounds times down to seconds, so every second frame must be at a whole second, as at the default
   rate of 2 frames per second. The rate of a long video is lower: `--video_frames` must be at least twice its seconds.

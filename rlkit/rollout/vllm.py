@@ -36,6 +36,7 @@ from rlkit.rollout.vllm_requests import (
     check_image_attention,
     check_suppressed_token_ids,
     check_videos,
+    check_vision_chunks,
     vllm_prompt,
     vllm_sampling_params,
     vllm_video_options,
@@ -219,6 +220,7 @@ class VllmRollout:
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
         check_videos(requests, self.processor)
+        check_vision_chunks(requests, self.config)
         if not self.on_gpu:
             check_image_attention(requests, self.config)
         gathered, first = self._gather_requests(list(zip(requests, params, strict=True)))

@@ -146,6 +146,20 @@ def check_image_attention(requests: Sequence[Sample], config: Any) -> None:
         )
 
 
+def check_vision_chunks(requests: Sequence[Sample], config: Any) -> None:
+    """Raise a ValueError for images of Kimi K2.5 by the class of its published files, where vLLM takes no `image`.
+
+    Args:
+        config: of the model.
+    """
+    name = "KimiK25ForConditionalGeneration"
+    if name in (config.architectures or ()) and (count := sum(len(request.images) for request in requests)):
+        raise ValueError(
+            f"images: expected none for {name} in vLLM, which takes images as vision_chunk, a form that rlkit does not "
+            f"send, got {count}; use rollout 'hf'"
+        )
+
+
 def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:
     """The tokens of a prompt that vLLM has expanded, with the placeholders that the trainer has.
 

@@ -128,14 +128,10 @@ def test_what_cannot_be_shared_is_an_error_on_every_rank(results):
         "heads": "ulysses_sequence_parallel_size: expected a divisor of the 3 attention heads of qwen2, got 2",
         "rope": "ulysses_sequence_parallel_size: expected 1 for qwen2, whose RoPE (dynamic) depends on the longest "
         "position, got 2",
-        "recurrent": "ulysses_sequence_parallel_size: expected 1 for lfm2, whose recurrent layers need a whole "
-        "sequence on one rank, got 2",
         "recurrent_tensor": "tensor: expected 1 for lfm2, whose recurrent layers are not sharded, got 2",
         "sparse_tensor": "tensor: expected 1 for gemma3n_text, whose activation sparsity needs all neurons, got 2",
         "image_experts": "ulysses_sequence_parallel_size: expected 1 for ernie4_5_vl_moe, whose experts for images "
         "have no gradient on a rank without image tokens, got 2",
-        "indexers": "ulysses_sequence_parallel_size: expected 1 for glm_moe_dsa, whose indexers need a whole sequence "
-        "on one rank, got 2",
         "padded": "ulysses_sequence_parallel_size: expected 1 with use_remove_padding=False, got 2",
         **dict.fromkeys(
             ("rows", "field", "size"),

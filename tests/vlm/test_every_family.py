@@ -27,7 +27,7 @@ from rlkit.engines.packing.dummy_media import dummy_sample  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
-from rlkit.rollout.vllm_requests import check_videos  # noqa: E402
+from rlkit.rollout.vllm_requests import check_videos, check_vision_chunks  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     encode_answers,
     encode_chat,
@@ -422,6 +422,19 @@ def test_videos_that_vllm_would_change_are_refused():
     check_videos([whole], reader("glm_ocr"))
     text = reader("glm_ocr").tokenizer.decode(whole.token_ids)
     assert [time in text for time in ("0.0 seconds", "1.0 seconds", "2.0 seconds")] == [True] * 3
+
+
+def test_images_of_kimi_k25_are_refused_for_the_class_of_its_published_files():
+    """For the class that transformers writes, vLLM runs transformers' code, which takes them."""
+    config = model("kimi_k25").config
+    config.architectures = ["Kimi_K25ForConditionalGeneration"]
+    check_vision_chunks(prompts("kimi_k25"), config)
+    config.architectures = ["KimiK25ForConditionalGeneration"]
+    check_vision_chunks(prompts("kimi_k25")[:1], config)
+    with pytest.raises(
+        ValueError, match="^images: expected none for KimiK25For.* as vision_chunk, .* got 3; use rollout"
+    ):
+        check_vision_chunks(prompts("kimi_k25"), config)
 
 
 VIDEOS_REFUSED = {  # family -> (the text of the error, a prompt with a video)

@@ -8,6 +8,8 @@ layers compute the packed row. No model code changes.
 
 If answers share a prompt, layers with the gated delta rule compute the prompt once, and each answer continues from the
 state in which the prompt ended. In all others, each row is the prompt followed by one answer.
+
+With Ulysses, each rank gathers the layer's inputs, computes the layer for all tokens, and keeps the outputs of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from torch.utils._pytree import tree_map
 
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.rows import RowBlock, Rows
+from rlkit.engines.packing.ulysses import gather_tokens
 from rlkit.vlm.families import DELTA_RULE_CLASSES, INDEXED_ATTENTION_CLASSES, TAKES_PADDING_MASK, layers_by_sequence
+
+CHOICE = "prev_topk_indices"  # argument with the tokens that an earlier layer's indexer has chosen, for each block
 
 
 def use_separate_sequences(model: Any) -> None:
@@ -63,6 +68,9 @@ class SeparateSequences:
             return None
         self.inputs = {**dict(zip(signature(layer.forward).parameters, args, strict=False)), **kwargs}
         self.inputs.pop("packed_layout", None)
+        if self.layout.ulysses is not None:
+            of_tokens = {name: x for name, x in self.inputs.items() if name != CHOICE}
+            self.inputs |= tree_map(partial(_gather, layout=self.layout), of_tokens)
         if _continues(layer, self.layout):
             self.inputs["cache_params"] = PromptStates(layer.layer_idx)
         self.layout.calls_by_sequence += 1
@@ -71,12 +79,13 @@ class SeparateSequences:
     def inputs_of_block(self, layer: nn.Module, number: int) -> dict[str, Any]:
         """The layer's inputs, of which those with an entry for each token are rows."""
         assert self.layout is not None
-        block, inputs = _rows(layer, self.layout).blocks[number], dict(self.inputs)
-        if inputs.get("prev_topk_indices") is not None:
-            inputs["prev_topk_indices"] = inputs["prev_topk_indices"][number]
+        block = _rows(layer, self.layout).blocks[number]
+        inputs = tree_map(partial(_select, tokens=block.tokens, count=sum(self.layout.lengths)), self.inputs)
+        if (choices := self.inputs.get(CHOICE)) is not None:
+            inputs[CHOICE] = choices[number]
         if type(layer).__name__ in INDEXED_ATTENTION_CLASSES:
             inputs["attention_mask"] = _mask(layer, block)
-        return tree_map(partial(_select, tokens=block.tokens, count=sum(self.layout.lengths)), inputs)
+        return inputs
 
     def join(self, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook: compute the other blocks, and join the outputs of all blocks into a packed row."""
@@ -89,9 +98,9 @@ class SeparateSequences:
             outputs.append(layer.forward(**self.inputs_of_block(layer, number)))
         self.inputs = {}
         if isinstance(output, Tensor):
-            return _joined(outputs, rows)
+            return _joined(outputs, rows, self.layout)
         of_rows, _, *choices = zip(*outputs, strict=True)  # the second would be attention weights
-        return _joined(of_rows, rows), None, *map(list, choices)
+        return _joined(of_rows, rows, self.layout), None, *map(list, choices)
 
 
 class PromptStates:
@@ -138,9 +147,19 @@ def _rows(layer: nn.Module, layout: PackedLayout) -> Rows:
     return layout.rows_that_continue if _continues(layer, layout) else layout.rows_with_prefixes
 
 
-def _joined(outputs: Sequence[Tensor], rows: Rows) -> Tensor:
-    """The outputs [S, K, H] of all blocks as a packed row [1, N, H]."""
-    return torch.cat([x.flatten(0, 1) for x in outputs]).index_select(0, rows.outputs)[None]
+def _joined(outputs: Sequence[Tensor], rows: Rows, layout: PackedLayout) -> Tensor:
+    """The outputs [S, K, H] of all blocks as a packed row [1, N, H], or this rank's part of it."""
+    indices = rows.outputs
+    if layout.ulysses is not None:
+        indices = indices.chunk(layout.ulysses.size)[layout.ulysses.rank]
+    return torch.cat([x.flatten(0, 1) for x in outputs]).index_select(0, indices)[None]
+
+
+def _gather(x: Any, layout: PackedLayout) -> Any:
+    """[1, n, ...] of the tokens of one rank -> [1, N, ...]; other inputs as they are."""
+    assert layout.ulysses is not None
+    is_part = isinstance(x, Tensor) and x.shape[:2] == (1, sum(layout.lengths) // layout.ulysses.size)
+    return gather_tokens(x, layout.ulysses) if is_part else x
 
 
 def _select(x: Any, tokens: Tensor, count: int) -> Any:

@@ -3,7 +3,8 @@
 Outside attention each rank computes a part of the tokens. Attention needs all tokens, so each rank computes a part of
 the heads there, with an all-to-all before and after (https://arxiv.org/abs/2309.14509). The engine passes whole rows to
 the model. A forward pre-hook slices the inputs of its decoder, after image features have been inserted, so no model
-code changes.
+code changes. Layers that need whole sequences (rlkit/engines/packing/separate_sequences.py) gather the tokens, and each
+rank computes all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
 from rlkit.engines.distributed import set_timeouts
-from rlkit.vlm.families import VISION_EXPERT_FAMILIES, indexed_attention_layers, recurrent_layers
+from rlkit.vlm.families import VISION_EXPERT_FAMILIES
 
 # a decoder's argument with one entry for each image token -> the argument that says which tokens these are
 IMAGE_TOKEN_MASKS = {"deepstack_visual_embeds": "visual_pos_masks"}
@@ -68,15 +69,6 @@ def apply_ulysses(model: Any, size: int, device: torch.device, *, packed: bool) 
         raise ValueError(
             f"{name}: expected 1 for {text.model_type}, whose RoPE ({changing[0]}) depends on the longest position, "
             f"got {size}"
-        )
-    if recurrent_layers(model):
-        raise ValueError(
-            f"{name}: expected 1 for {text.model_type}, whose recurrent layers need a whole sequence on one rank, "
-            f"got {size}"
-        )
-    if indexed_attention_layers(model):
-        raise ValueError(
-            f"{name}: expected 1 for {text.model_type}, whose indexers need a whole sequence on one rank, got {size}"
         )
     if model.config.model_type in VISION_EXPERT_FAMILIES:
         raise ValueError(
@@ -142,6 +134,12 @@ def gather_heads_scatter_tokens(x: Tensor, ulysses: UlyssesGroup) -> Tensor:
     """[N, H / size, D] of this rank's heads -> [n, H, D] of this rank's tokens."""
     parts = rearrange(x, "(u n) h d -> u n h d", u=ulysses.size)
     return rearrange(_AllToAll.apply(parts, ulysses.group), "u n h d -> n (u h) d")
+
+
+def gather_tokens(x: Tensor, ulysses: UlyssesGroup) -> Tensor:
+    """[1, n, ...] of this rank's tokens -> [1, N, ...]; backward sums the ranks' gradients of each token."""
+    parts = _AllToAll.apply(x.expand(ulysses.size, *x.shape[1:]), ulysses.group)
+    return rearrange(parts, "u n ... -> 1 (u n) ...")
 
 
 class _AllToAll(torch.autograd.Function):

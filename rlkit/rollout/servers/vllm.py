@@ -46,6 +46,7 @@ from rlkit.rollout.vllm_requests import (
     check_image_attention,
     check_suppressed_token_ids,
     check_videos,
+    check_vision_chunks,
     vllm_sampling_params,
 )
 from rlkit.vlm.processors import OMNI_PROCESSORS
@@ -76,6 +77,7 @@ class VllmServerRollout(ServerRollout):
                 f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
             )
         check_videos([request], self.processor)
+        check_vision_chunks([request], self.config)
         if any(server.device == "cpu" for server in self.pool.servers):
             check_image_attention([request], self.config)
         return body
