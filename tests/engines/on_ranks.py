@@ -86,8 +86,10 @@ TWO = {
     "data_2_value": Case("DP 2", "value", losses=VALUE, budget=120, on_meta=True, offload=True),
     "value_empty_rank": Case("DP 2", "value", [ALL, NONE], VALUE, budget=120),
     "fsdp1_data_2": Case("FSDP1, DP 2", "one_process", budget=120, backend="fsdp1"),
-    "fsdp1_frozen": Case("FSDP1, DP 2", "frozen", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120, backend="fsdp1"),
-    "fsdp1_value": Case("FSDP1, DP 2", "value", [ALL, NONE], VALUE, budget=120, backend="fsdp1"),
+    "fsdp1_frozen": Case(
+        "FSDP1, DP 2", "frozen", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120, on_meta=True, backend="fsdp1"
+    ),
+    "fsdp1_value": Case("FSDP1, DP 2", "value", [ALL, NONE], VALUE, budget=120, on_meta=True, backend="fsdp1"),
 }
 CASES = {**ALONE, **LAUNCHED, **TWO}
 # all cases by the number of ranks (0: without a launcher); later ones load checkpoints of earlier ones
