@@ -145,6 +145,9 @@ def page() -> str:
     positions = ", ".join(sorted(load("vlm/test_rope3d_specs.py").ROPE3D_REFUSED))
     image_attention, with_vllm = vllm.REFUSED["gemma3"], vllm.REFUSED["diffllama"]
     on_cpu = "; ".join(f"{name}: {why}" for name, why in vllm.OBSTACLES.items())
+    configs = load("engines/family_configs.py")
+    parts = {name: ", ".join(f"`{part}`" for part in layer) for name, layer in configs.MADE_OF_FULL.items()}
+    made_of_full = "; ".join(f"{name}: {listed}" for name, listed in sorted(parts.items()))
     more = f"""
 Not supported; each is refused with an error that says why:
 
@@ -169,8 +172,12 @@ Not supported; each is refused with an error that says why:
 Files of weights, as repositories publish them (`python -m rlkit.doctor --model DIR` names what a run would refuse):
 
 - **bfloat16, float16 or float32** in safetensors, one file or several with an index, are read; each rank reads its
-  part where the family allows it. `pytorch_model.bin` is read whole on each rank, as tensors only: no code in it runs.
-  A GGUF file is converted once: `--model FILE.gguf`.
+  part. `pytorch_model.bin` is read whole on each rank, as tensors only: no code in it runs. A GGUF file is converted
+  once to safetensors: `--model FILE.gguf`.
+- **Weights that are made of full tensors**, with fsdp2 and fsdp1: each rank has them in host memory, all of a model's
+  together, before it keeps its part; `python -m rlkit.plan` counts them. All other weights are read in slices. In each
+  layer of {made_of_full}.
+  With Megatron a rank reads the whole model if the experts of a layer are one tensor in the files. A run says so.
 - **Quantized weights that can be converted**: FP8 with scales for blocks, rows or matrices (DeepSeek, Qwen, GLM,
   Mistral, compressed-tensors, modelopt, fbgemm), integers of compressed-tensors (Kimi) and MXFP4 (gpt-oss) are refused.
   `python -m rlkit.vlm.dequantize DIR NEW_DIRECTORY` writes them in bfloat16, for the trainer and for vLLM, and holds

@@ -11,6 +11,7 @@ from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
 from rlkit.plan.sampler import SamplerMemory, Servers, sampler_memory, sequence_bytes
 from rlkit.vlm.families import head_obstacle
+from rlkit.vlm.weight_files import only_pickles
 
 GIB = 2**30
 SERVERS = "servers"
@@ -63,7 +64,11 @@ def make_plan(
     phases = {"load": loading(cfg, rehearsal, world), **rehearsal.peaks}
     if roles.policy is not None and cfg.max_new_tokens:
         sampler = sampler_memory(cfg, config, rehearsal, world, gpu, servers)
-        taken = {"sampler's weights": sampler.weights, "sampler's cache": sampler.cache}
+        taken = {
+            "sampler's weights": sampler.weights,
+            "sampler's workspace": sampler.workspace,
+            "sampler's cache": sampler.cache,
+        }
         if cfg.rollout == "vllm":
             phases["weight sync"] = {**phases["weight sync"], "sampler's weights": sampler.weights}
         taken = {kind: size for kind, size in taken.items() if size}
@@ -74,11 +79,15 @@ def make_plan(
 
 
 def loading(cfg: Any, rehearsal: Rehearsal, world: int) -> dict[str, int]:
-    """Bytes by kind right after loading: the weights, and a buffer for the largest tensor that a rank reads."""
+    """Bytes by kind right after loading: the weights, and a buffer for the largest tensor that a rank reads.
+
+    If the files are pickles, it has the whole model at once.
+    """
     kinds = ("parameters", "reference")
     kept = {kind: max(phase.get(kind, 0) for phase in rehearsal.peaks.values()) for kind in kinds}
     kept = {kind: size for kind, size in kept.items() if size}
-    return {**kept, "largest tensor": 4 * rehearsal.largest_tensor}
+    read = rehearsal.parameters if only_pickles(cfg.model) else rehearsal.largest_tensor
+    return {**kept, "largest tensor": 4 * read}
 
 
 class Way(NamedTuple):
@@ -157,7 +166,8 @@ def _sampler_gpus(plan: Plan, config: Any, world: int) -> int:
     resident, row = sum(plan.rehearsal.resident.values()), workload.prompt + workload.answer
 
     def fits(gpus: int) -> bool:
-        taken = weights // gpus + max(sync, resident + sequence_bytes(config, row, gpus))
+        generate = resident + sampler.workspace + sequence_bytes(config, row, gpus)
+        taken = weights // gpus + max(sync, generate)
         return taken <= USABLE * plan.gpu.memory
 
     counts = [sampler.tensor_parallel * factor for factor in (1, 2, 4, 8)]

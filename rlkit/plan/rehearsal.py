@@ -13,6 +13,7 @@ from torch import Tensor
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import BUCKET_BYTES, local_part
+from rlkit.engines.fsdp.sharded_loading import made_of_full_tensors
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses import jsd_loss, token_mean
@@ -62,6 +63,7 @@ class Rehearsal:
         largest_tensor: number of elements of the largest parameter.
         workload: rows of this rank.
         data_parallel_size: number of ranks with different rows.
+        made_of_full: number of elements of the parameters that each rank makes of full tensors on the host.
     """
 
     peaks: dict[str, dict[str, int]]
@@ -72,6 +74,7 @@ class Rehearsal:
     largest_tensor: int
     workload: Workload
     data_parallel_size: int
+    made_of_full: int = 0
 
 
 def rehearse(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Rehearsal:
@@ -125,6 +128,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
         largest_tensor=counts.largest_tensor,
         workload=workload,
         data_parallel_size=size,
+        made_of_full=counts.made_of_full,
     )
 
 
@@ -222,16 +226,21 @@ def _options(cfg: Any, config: Any) -> dict[str, Any]:
 
 
 class Counts(NamedTuple):
-    """Numbers of elements of a model's parameters: of all, of those that are trained, of the largest one."""
+    """Numbers of elements of a model's parameters: of all, of those that are trained, of the largest one, and of those
+    that are made of full tensors."""
 
     parameters: int
     trainable: int
     largest_tensor: int
+    made_of_full: int
 
 
 def _counts(model: Any) -> Counts:
-    sizes = weight_counts(model)
-    return Counts(sum(sizes), sum(p.numel() for p in model.parameters() if p.requires_grad), max(sizes))
+    sizes, base = weight_counts(model), model.get_base_model() if hasattr(model, "get_base_model") else model
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    names = made_of_full_tensors(base)
+    made_of_full = sum(p.numel() for name, p in base.named_parameters() if name in names)
+    return Counts(sum(sizes), trainable, max(sizes), made_of_full)
 
 
 def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Mapping[str, Any]) -> None:

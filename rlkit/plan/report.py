@@ -17,6 +17,7 @@ from rlkit.plan.roofline import costs, link_bandwidth
 from rlkit.plan.sampler import SamplerMemory
 from rlkit.plan.workload import Workload
 from rlkit.runs.options import sends_adapters
+from rlkit.vlm.weight_files import only_pickles
 
 KINDS = [
     "parameters",
@@ -28,6 +29,7 @@ KINDS = [
     "logits",
     "largest tensor",
     "sampler's weights",
+    "sampler's workspace",
     "sampler's cache",
 ]
 
@@ -37,7 +39,7 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
     import transformers
 
     config, rehearsal, gpu = roles.policy or roles.critic, plan.rehearsal, plan.gpu
-    workload = rehearsal.workload
+    workload, memory = rehearsal.workload, host_memory(cfg, config, plan, world, gpus_per_node)
     lines = [
         f"{config.model_type}: {rehearsal.parameters / 1e9:.2f}B parameters, {rehearsal.trainable / 1e9:.3f}B trained, "
         f"on {world} x {gpu.name}; planned without a GPU, with torch {torch.__version__}, transformers "
@@ -51,7 +53,7 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         memory_table(plan.phases),
         "",
         "host memory of a machine",
-        *(f"  {name}: {size / GIB:.1f} GiB" for name, size in host_memory(cfg, plan, world, gpus_per_node).items()),
+        *(f"  {name}: {size / GIB:.1f} GiB" for name, size in memory.items()),
         "",
         time_table(cfg, roles, plan, world, gpus_per_node),
         "",
@@ -122,23 +124,31 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f}" if size else ""
 
 
-def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
+def host_memory(cfg: Any, config: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
     """Bytes of one machine's host memory, by purpose.
 
-    Loading: each rank reads its slices of one tensor after the other, and its shard of all weights if these are
-    quantized there. Export: rank 0 holds the content of one file.
-    vLLM that is sent adapters alone keeps its base model there while it sleeps.
+    Loading: each rank reads its slices of one tensor after the other. It has all of the weights that are made of full
+    tensors, its shard of all weights if these are quantized there, and the whole model if its files are pickles.
+    Export: rank 0 holds the content of one file. vLLM that is sent adapters alone keeps its base model there while it
+    sleeps. Images of this step and the next, and those of held-out rows during the whole run, are as long as prompts
+    may be.
     """
     rehearsal, ranks = plan.rehearsal, min(world, gpus_per_node)
     itemsize = 4 if cfg.dtype == "float32" else 2
-    loading = ranks * itemsize * rehearsal.largest_tensor
+    loading = ranks * itemsize * (rehearsal.largest_tensor + rehearsal.made_of_full)
     if cfg.quantize_base:
         loading += ranks * itemsize * rehearsal.parameters // cfg.parallel.get("fsdp_size", world)
+    if only_pickles(cfg.model):
+        loading = ranks * itemsize * rehearsal.parameters
     export = (4 if cfg.export_dtype == "float32" else 2) * rehearsal.parameters
     offloaded = {"weights and optimizer, between phases": ranks * rehearsal.host} if rehearsal.host else {}
     if sends_adapters(cfg) and cfg.rollout == "vllm":
         offloaded["vLLM's base model, while it sleeps"] = ranks * plan.sampler.weights
-    return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded}
+    image, held_out = rehearsal.workload.image_bytes(config), -(-cfg.heldout_rows // rehearsal.data_parallel_size)
+    images = {"images of two steps": ranks * 2 * rehearsal.workload.prompts * image}
+    images[f"images of {cfg.heldout_rows} held-out rows (--heldout_rows)"] = ranks * held_out * image
+    images = {name: size for name, size in images.items() if size}
+    return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded, **images}
 
 
 def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:

@@ -8,7 +8,7 @@ completely and run at the speed of the data sheet. A compute-bound phase at 40 %
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 from rlkit.engines.flops import forward_flops
@@ -78,7 +78,8 @@ def costs(
         models: number of trained models: 2 with a critic, which is assumed to have the policy's size.
 
     With a critic, or several updates on a batch, the policy scores all rows before the first update ("old logprobs"),
-    and so does the critic ("values").
+    and so does the critic ("values"). KTO's policy and reference score the answers to other prompts ("baseline"), which
+    take less memory than training.
     """
     step = _step_size(cfg, config, rehearsal, world)
     phases = {}
@@ -89,6 +90,9 @@ def costs(
         phases["old logprobs"] = _scoring_cost(cfg, config, rehearsal, step)
     if has_reference:
         phases["reference"] = _scoring_cost(cfg, config, rehearsal, step)
+    if getattr(cfg, "baseline", False):
+        passes = [_scoring_cost(cfg, config, rehearsal, step)] * (1 + has_reference)
+        phases["baseline"] = Cost(*(sum(numbers) for numbers in zip(*map(astuple, passes), strict=True)))
     if models > 1:
         phases["values"] = _scoring_cost(cfg, config, rehearsal, step)
     phases["train"] = _training_cost(cfg, config, rehearsal, step, world, models)

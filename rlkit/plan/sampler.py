@@ -35,6 +35,7 @@ class SamplerMemory:
 
     Attributes:
         weights, cache: bytes.
+        workspace: bytes of vLLM's activations and logits, see `workspace_bytes`.
         sequences: how many an engine decodes at once, at most.
         rows: answers that an engine generates in a step.
         tensor_parallel: number of GPUs of an engine.
@@ -49,6 +50,7 @@ class SamplerMemory:
     tensor_parallel: int = 1
     utilization: float | None = None
     servers: Servers | None = None
+    workspace: int = 0
 
 
 def sampler_memory(
@@ -99,7 +101,9 @@ def server_memory(servers: Servers, config: Any, rehearsal: Rehearsal, gpu: Gpu)
             f"server_tensor_parallel: expected a divisor of the {servers.gpus} GPUs of the servers, got "
             f"{servers.tensor_parallel}"
         )
-    workload, options = rehearsal.workload, {"tensor_parallel_size": servers.tensor_parallel}
+    workload = rehearsal.workload
+    tokens = default_tokens(gpu, server=True)
+    options = {"tensor_parallel_size": servers.tensor_parallel, "max_num_batched_tokens": tokens}
     rows = -(-workload.rows * rehearsal.data_parallel_size * servers.tensor_parallel // servers.gpus)
     memory = vllm_memory(options, config, workload, rehearsal.parameters, rows, gpu, SERVER_SHARE)
     return replace(memory, servers=servers)
@@ -120,13 +124,13 @@ def vllm_memory(
 
     Args:
         options: of `vllm.LLM`. Those that are read are tensor_parallel_size, quantization (fp8; other kinds count as 16
-            bits), max_num_seqs and max_model_len.
+            bits), max_num_seqs, max_num_batched_tokens and max_model_len.
         config: configuration of the policy.
         workload: rows of one rank.
         parameters: number of parameters of the policy.
         rows: answers that the engine generates in a step.
         gpu: the GPU.
-        share: of the GPU's memory, for weights and cache together.
+        share: of the GPU's memory, for weights, workspace and cache together.
         utilization: largest `gpu_memory_utilization` that is possible.
 
     Raises:
@@ -140,11 +144,12 @@ def vllm_memory(
     if longest < row:
         raise ValueError(f"max_model_len: expected at least the {row} tokens of prompt and answer, got {longest}")
     weights = weight_bytes(config, parameters, options.get("quantization")) // gpus
-    cache = max(0, int(share * gpu.memory) - weights)
     most = options.get("max_num_seqs") or default_sequences(gpu)
+    workspace = workspace_bytes(config, options.get("max_num_batched_tokens") or default_tokens(gpu), most, gpus)
+    cache = max(0, int(share * gpu.memory) - weights - workspace)
     has_room = cache >= sequence_bytes(config, longest, gpus)  # for the longest sequence, without which vLLM ends
     sequences = min(most, cache // sequence_bytes(config, row, gpus)) if has_room else 0
-    return SamplerMemory(weights, cache, sequences, rows, gpus, utilization)
+    return SamplerMemory(weights, cache, sequences, rows, gpus, utilization, workspace=workspace)
 
 
 def weight_bytes(config: Any, parameters: int, quantization: str | None) -> int:
@@ -167,6 +172,53 @@ def sequence_bytes(config: Any, tokens: int, gpus: int) -> int:
     return -(-cache_bytes(config, tokens) // parts)
 
 
+def workspace_bytes(config: Any, tokens: int, sequences: int, gpus: int) -> int:
+    """Bytes that a vLLM engine takes on each GPU beside weights and cache: the larger of
+
+    - the activations of a layer for `tokens` tokens of prompts, 2 bytes times (2 H + max(2 Q + 2 K, 3 I) / gpus) for
+      each: the hidden states and their residual; queries, keys, values and attention's output, or both halves of the
+      gated layer and their product. I counts all experts of a token.
+    - the logits of `sequences` tokens, 14 bytes for each token of the vocabulary: in 16 bits, and in float32 as logits,
+      probabilities and log-probabilities.
+
+    What vLLM measures when it starts is not this exactly: kernels differ, and an encoder of images runs, too.
+
+    Args:
+        config: configuration of the policy.
+        tokens: `max_num_batched_tokens`.
+        sequences: `max_num_seqs`.
+        gpus: number of GPUs of the engine.
+    """
+    text = config.get_text_config()
+    heads, hidden = text.num_attention_heads, text.hidden_size
+    size = getattr(text, "head_dim", None) or hidden // heads
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    layer = max(2 * heads * size + 2 * keys * size, 3 * _inner_size(text))
+    activations = HALF * tokens * (2 * hidden + layer // gpus)
+    logits = min(sequences, tokens) * text.vocab_size * (HALF + 3 * 4)
+    return max(activations, logits)
+
+
+def _inner_size(text: Any) -> int:
+    """Neurons of a layer that a token goes through; the most of any layer."""
+    if getattr(text, "moe_intermediate_size", None) and getattr(text, "num_experts_per_tok", None):
+        return text.num_experts_per_tok * text.moe_intermediate_size
+    sizes = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return max(sizes) if isinstance(sizes, list | tuple) else sizes
+
+
+def is_large(gpu: Gpu) -> bool:
+    """Whether vLLM 0.32 has the defaults of an H100 for this GPU."""
+    return gpu.memory >= 70 * 2**30 and "a100" not in gpu.name.lower()
+
+
 def default_sequences(gpu: Gpu) -> int:
     """vLLM 0.32's default of `max_num_seqs`."""
-    return 1024 if gpu.memory >= 70 * 2**30 and "a100" not in gpu.name.lower() else 256
+    return 1024 if is_large(gpu) else 256
+
+
+def default_tokens(gpu: Gpu, *, server: bool = False) -> int:
+    """vLLM 0.32's default of `max_num_batched_tokens`."""
+    if server:
+        return 8192 if is_large(gpu) else 2048
+    return 16384 if is_large(gpu) else 8192

@@ -46,6 +46,11 @@ class Workload:
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 0)
         return self.image_tokens * merge**2 if config.model_type in PATCH_ROW_FAMILIES else 0
 
+    def image_bytes(self, config: Any) -> int:
+        """Bytes of the images of each prompt on the host, where they are in bfloat16."""
+        patches = self.image_patches(config)
+        return 2 * patches * numbers_per_patch(config.vision_config) if patches else 0
+
 
 def longest_batch(
     cfg: Any, config: Any, data_parallel_size: int, image_tokens: int | None, *, rows_together: int = 1

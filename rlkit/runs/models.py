@@ -47,6 +47,7 @@ from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.model_config import is_config_file, write_model
 from rlkit.vlm.processors import check_vocabulary
 
+READS_SHARDS = ("fsdp2", "fsdp1", "megatron")  # engines that take a model on the meta device
 DEFAULT_UTILIZATION = 0.8  # share of a GPU's memory; for hf, and for vLLM where free memory cannot be measured
 
 
@@ -170,7 +171,7 @@ def _built_from_shards(
         build: model -> engine.
     """
     options = {"dtype": dtype, "trust_remote_code": cfg.trust_remote_code}
-    if cfg.engine == "megatron" or (cfg.engine == "fsdp2" and "tensor" not in cfg.parallel):
+    if cfg.engine in READS_SHARDS:
         random_state = torch.get_rng_state()
         try:
             return build(load(path, on_meta=True, **options))

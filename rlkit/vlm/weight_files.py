@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model"  # .bin, or the parts of an index
 ADAPTERS = "adapter_config.json"
 # dtypes, in the headers of safetensors files, of numbers that mean nothing without a scale
 SCALED = re.compile(r"F[468](_.*)?")
@@ -40,6 +41,12 @@ def weight_files(path: str, *, local_only: bool = False) -> list[str]:
         return files if len(files) == len(names) else []
     single = cached_file(path, SINGLE, **options)
     return [single] if single else []
+
+
+def only_pickles(path: str) -> bool:
+    """Whether a directory has a model's weights, and not in safetensors. Each rank then reads all of them."""
+    names = [file.name for file in Path(path).glob("*")]
+    return any(name.startswith(PICKLED) for name in names) and SINGLE not in names and INDEX not in names
 
 
 def listed_files(index: str | Path) -> list[str]:

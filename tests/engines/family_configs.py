@@ -369,6 +369,14 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         (16, 3, 4, 4),
     ),
 }  # fmt: skip
+MADE_OF_FULL = {  # weights of a layer that each rank makes of full tensors of the files
+    "ernie4_5_vl_moe": ["mlp.text_moe", "mlp.vision_moe"],
+    "glm5_next": ["self_attn.conv1d"],
+    "kimi_k25": ["attn.q_proj", "attn.k_proj", "attn.v_proj"],  # of the vision tower
+    "kimi_linear": ["self_attn.conv1d"],
+    "olmo_hybrid": ["linear_attn.conv1d"],
+    "qwen4_exp": ["ple.ple_embedding.ngram_embedding"],
+}
 REFUSED = {
     "mamba": ({"state_size": 4}, "linear-attention, state-space"),
     "minimax": ({"num_local_experts": 2, "layer_types": LINEAR["layer_types"]}, "linear-attention"),

@@ -1,6 +1,6 @@
 """Run by `test_smollm2.py`: host memory that two ranks take to load SmolLM2-135M and to export it, with fsdp2, and to
-load it with Megatron as two stages, and a Llama with tensor parallelism, because two ranks cannot share SmolLM2's three
-key-value heads.
+load it with fsdp1 and with Megatron as two stages; and a Llama with the tensor parallelism of fsdp2 and of Megatron,
+because two ranks cannot share SmolLM2's three key-value heads.
 
 on_host_memory_ranks.py MODEL_DIR OUT_DIR PORT
 """
@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 
 from rlkit import runs
 from rlkit.engines import make_engine
-from rlkit.engines.distributed import init_distributed
+from rlkit.engines.distributed import init_distributed, local_part
 from rlkit.engines.megatron import engine as megatron_engine  # noqa: F401  (imported once, before the ranks are forked)
 from rlkit.vlm import load_model
 
@@ -30,12 +30,12 @@ RANKS = 2
 
 
 def write_llama(path):
-    """Write a model of 42 million parameters."""
+    """Write a model of 40 million parameters in bfloat16, like SmolLM2's files. Float32 would be used where it lies."""
     config = transformers.LlamaConfig(
         vocab_size=8_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=128,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
 
 
 def anonymous_bytes():
@@ -83,9 +83,17 @@ def on_rank(rank, path, out, port):
     found["parameters"] = sum(p.numel() for p in engine.module.parameters())
     found["dtypes"] = [str(next(one.module.parameters()).dtype) for one in (engine, reference)]
     del engine, reference
-    for name, folder, parallel in (("stages", path, {"pipeline": 2}), ("tensor", Path(out) / "llama", {"tensor": 2})):
+    llama = str(Path(out) / "llama")
+    for name, folder, engine, parallel in (("tensor", llama, "fsdp2", {"tensor": 2}), ("fsdp1", path, "fsdp1", {})):
+        cfg = runs.TrainingOptions(model=folder, engine=engine, parallel=parallel)
         with measured(found, name):
-            engine = make_engine("megatron", model=load_model(str(folder), on_meta=True), **parallel)
+            engine = runs.build_engine(cfg, folder, None, optimizer_steps=1)
+        found[f"{name}_parameters"] = sum(local_part(p).numel() for p in engine.module.parameters())
+        del engine
+    for kind, folder, parallel in (("stages", path, {"pipeline": 2}), ("tensor", llama, {"tensor": 2})):
+        name = f"megatron_{kind}"
+        with measured(found, name):
+            engine = make_engine("megatron", model=load_model(folder, on_meta=True), **parallel)
         found[f"{name}_parameters"] = sum(p.numel() for p in engine.module.parameters())
         del engine
         parallel_state.destroy_model_parallel()

@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.debug import CommDebugMode
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from family_configs import BASE, TEXT  # noqa: E402
+import test_families  # noqa: E402
+from family_configs import BASE, TEXT, VISION  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
 from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor, sft_loss, topk, train, with_teacher  # noqa: E402
@@ -62,6 +64,7 @@ class Case:
         return any(rows == slice(0) for rows in self.rows)
 
 
+CONVERTED = ["kimi_linear", "kimi_k25", "ernie4_5_vl_moe", "qwen3_vl_moe", "qwen3_vl_moe_transposed"]
 ALL, NONE = slice(None), slice(0)
 ALONE = {
     "one_process": Case("1 process", "one_process", [ALL]),
@@ -89,8 +92,10 @@ TWO = {
     "data_2_value": Case("DP 2", "value", losses=VALUE, budget=120, on_meta=True, offload=True),
     "value_empty_rank": Case("DP 2", "value", [ALL, NONE], VALUE, budget=120),
     "fsdp1_data_2": Case("FSDP1, DP 2", "one_process", budget=120, backend="fsdp1"),
-    "fsdp1_frozen": Case("FSDP1, DP 2", "frozen", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120, backend="fsdp1"),
-    "fsdp1_value": Case("FSDP1, DP 2", "value", [ALL, NONE], VALUE, budget=120, backend="fsdp1"),
+    "fsdp1_frozen": Case(
+        "FSDP1, DP 2", "frozen", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120, on_meta=True, backend="fsdp1"
+    ),
+    "fsdp1_value": Case("FSDP1, DP 2", "value", [ALL, NONE], VALUE, budget=120, on_meta=True, backend="fsdp1"),
 }
 CASES = {**ALONE, **LAUNCHED, **TWO}
 # all cases by the number of ranks (0: without a launcher); later ones load checkpoints of earlier ones
@@ -99,6 +104,7 @@ NAMES = {
     1: [*LAUNCHED, "killed"],
     2: [
         "loading",
+        "converted",
         *TWO,
         "rebalancing",
         "experts",
@@ -266,6 +272,38 @@ def compare_loading(model_dir, out):
     (out / f"loading.{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
+def write_converted(folder):
+    """Models whose files transformers converts; the experts of Qwen3-VL are stored in both orientations."""
+    for family in CONVERTED:
+        name = family.removesuffix("_transposed")
+        model = test_families.vision_model(name) if name in VISION else test_families.text_model(name, TEXT[name])
+        model.save_pretrained(folder / family)
+    file = folder / "qwen3_vl_moe_transposed" / "model.safetensors"
+    tensors = load_file(file)
+    experts = {name: x.transpose(1, 2).contiguous() for name, x in tensors.items() if ".experts." in name}
+    assert len(experts) == 4
+    save_file({**tensors, **experts}, file, {"format": "pt"})
+
+
+def compare_converted(out):
+    """The number of weights, and the names of those that differ, of models that are read in shards and in full."""
+    if dist.get_rank() == 0:
+        write_converted(out / "converted")
+    dist.barrier()
+    found = {}
+    for family in CONVERTED:
+        path = str(out / "converted" / family)
+        expected, model = load_model(path).state_dict(), load_model(path, on_meta=True)
+        in_shards = make_engine("fsdp2", model=model, use_remove_padding=False)
+        weights = {name: full_tensor(x) for name, x in model.state_dict().items()}
+        found[f"{family}, fsdp2"] = len(weights), [n for n, x in expected.items() if not torch.equal(x, weights[n])]
+        expected = dict(in_shards.get_per_tensor_param())
+        engine = make_engine("fsdp1", model=load_model(path, on_meta=True), use_remove_padding=False)
+        weights = dict(engine.get_per_tensor_param())
+        found[f"{family}, fsdp1"] = len(weights), [n for n, x in expected.items() if not torch.equal(x, weights[n])]
+    (out / f"converted.{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
 def describe(batch):
     """The contents of each row without padding, and the number of different image tensors."""
     rows = []
@@ -319,6 +357,8 @@ def run_case(name, model_dir, big_dir, out):
     elif name == "loading":
         peak_of_loading(model_dir, on_meta=True)  # so that imports are not counted
         compare_loading(big_dir, out)
+    elif name == "converted":
+        compare_converted(out)
     elif name == "rebalancing":
         rebalance(model_dir, out)
     elif name == "experts":

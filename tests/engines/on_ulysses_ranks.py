@@ -32,7 +32,7 @@ from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
 from rlkit.engines.packing.ulysses import apply_ulysses, gather_outputs  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
-from rlkit.vlm import lora  # noqa: E402
+from rlkit.vlm import load_model, lora  # noqa: E402
 from rlkit.vlm.families import VISION_EXPERT_FAMILIES  # noqa: E402
 from rlkit.vlm.inputs import position_spec  # noqa: E402
 from rlkit.vlm.tiny import tiny_config, tiny_processor, tiny_tokenizer  # noqa: E402
@@ -82,6 +82,7 @@ SPLITS = {  # ranks, the engine's options, cases
     "2 replicas x 2 shards": (4, HALVES, ["qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "2 replicas x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
 }
+IN_SHARDS = ("DP 2 x TP 2",)  # each rank reads its part of the weights; in the other layouts it has all of them first
 NOT_SHARED = {*test_families.REFUSED, *VISION_EXPERT_FAMILIES}
 FAMILIES = [name for name in [*test_families.TEXT, *test_families.VISION] if name not in NOT_SHARED]
 # all cases: one for each layout and model, each family on two ranks, and the errors
@@ -137,8 +138,14 @@ def make_rows(processor, chosen, more=None):
     return collate([samples[i] for i in chosen], advantages=advantages[chosen])
 
 
-def make_case(case, processor=None, **options):
+def make_case(case, processor=None, shards=None, **options):
+    """An engine. With a folder `shards` the model is saved there, and each rank reads its part of the files."""
     model = make_model(case, processor)
+    if shards is not None:
+        if dist.get_rank() == 0:
+            model.save_pretrained(shards)
+        dist.barrier()
+        model = load_model(str(shards), on_meta=True)
     if case.lora:
         model = lora(model, 4, 8)
     is_value = case.losses is VALUE
@@ -156,7 +163,8 @@ def make_case(case, processor=None, **options):
 def run(name, split, out, processor):
     """Scores at the start, four steps with their gradients, and a plain forward on gathered weights."""
     case = CASES[name]
-    engine = make_case(case, processor if is_vision(case) else None, **SPLITS[split][1])
+    shards = out / f"{name}.model" if split in IN_SHARDS else None
+    engine = make_case(case, processor if is_vision(case) else None, shards, **SPLITS[split][1])
     chosen = list(range(9))[engine.data_parallel_rank :: engine.data_parallel_size]
     if case.rows_on_first_group:
         chosen = [] if engine.data_parallel_rank else list(range(9))

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rlkit.engines import make_engine
+from rlkit.engines.value_head import load_value_model
 from rlkit.vlm import load_model, load_processor, lora
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,12 +57,22 @@ def test_weights_checkpoint_export_and_sampling(tiny_dir, processor, tmp_path):
             torch.testing.assert_close(again, logprobs, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("load", [load_model, load_value_model])
+def test_weights_read_in_shards_are_the_same_bits(tiny_dir, load):
+    """In one process; on two ranks: the cases `fsdp1_frozen` and `fsdp1_value` of `test_ranks.py`."""
+    kind = "language_model" if load is load_model else "value_model"
+    in_shards, full = (make_engine("fsdp1", kind, model=load(tiny_dir, on_meta=x)) for x in (True, False))
+    weights, expected = dict(in_shards.get_per_tensor_param()), dict(full.get_per_tensor_param())
+    assert weights.keys() == expected.keys() and len(weights) > 20
+    assert all(torch.equal(x, expected[name]) for name, x in weights.items())
+    head, embedding = (get() for get in (in_shards.base.get_output_embeddings, in_shards.base.get_input_embeddings))
+    assert (head.weight is embedding.weight) == (load is load_model)
+
+
 def test_what_is_not_supported_is_named(tiny_dir):
     expected = "model: expected no adapters in the fsdp1 engine, got some; use the fsdp2 engine"
     with pytest.raises(ValueError, match=expected):
         engine_for(tiny_dir, model=lora(load_model(tiny_dir), 4, 8))
-    with pytest.raises(ValueError, match="model: expected weights that are read, got the meta device"):
-        engine_for(tiny_dir, model=load_model(tiny_dir, on_meta=True))
     sizes = {"tensor": 2, "fsdp_size": 1, "ulysses_sequence_parallel_size": 2}
     for option, value in {**sizes, "use_fused_kernels": True, "router_replay": True}.items():
         expected = f"{option}: expected .* in the fsdp1 engine, got {value}; use the fsdp2 engine"

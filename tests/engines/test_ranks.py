@@ -98,6 +98,15 @@ def test_no_rank_holds_the_whole_model(out):
         assert len(loading["same"]) == 27 and all(loading["same"])
 
 
+def test_weights_that_transformers_converts_are_read_in_shards(out):
+    require(out, "converted")
+    for rank in range(2):
+        found = json.loads((out / f"converted.{rank}.json").read_text())
+        assert len(found) == 2 * len(on_ranks.CONVERTED)
+        for case, (count, differ) in found.items():
+            assert count > 20 and not differ, case
+
+
 def test_rows_are_rebalanced_across_ranks(out):
     """Rank 0 had prompts 0, 1 and 3, rank 1 prompt 2. Afterwards rank 0 has 1 and 3, which are one micro-batch group,
     and rank 1 has 0 and 2; all answers to a prompt move with it."""

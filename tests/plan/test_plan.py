@@ -19,7 +19,7 @@ from rlkit.engines.megatron.supported import ParallelDims  # noqa: E402
 from rlkit.plan import __main__ as command_line  # noqa: E402
 from rlkit.plan import megatron  # noqa: E402
 from rlkit.plan.cache import cache_bytes  # noqa: E402
-from rlkit.plan.fit import Plan, make_plan, ways_to_fit  # noqa: E402
+from rlkit.plan.fit import Plan, loading, make_plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles  # noqa: E402
 from rlkit.plan.rehearsal import Rehearsal, Roles  # noqa: E402
@@ -102,8 +102,44 @@ def test_adapters_alone_take_little_of_a_weight_sync(found):
     assert sync(replace(cfg, sync_adapters=False)) == Cost(memory=2 * 2 * 1000, link=2 * 1000 / 2)
     assert sync(replace(cfg, rollout="vllm_server")) == Cost(memory=2 * 2 * 30, link=2 * 30 / 2)
     plan = SimpleNamespace(rehearsal=rehearsal, sampler=sampler)
-    kept = host_memory(cfg, plan, 16, 8)["vLLM's base model, while it sleeps"]
-    assert kept == 8 * sampler.weights and len(host_memory(replace(cfg, sync_adapters=False), plan, 16, 8)) == 2
+    config = large_vocabulary()
+    kept = host_memory(cfg, config, plan, 16, 8)["vLLM's base model, while it sleeps"]
+    assert kept == 8 * sampler.weights and len(host_memory(replace(cfg, sync_adapters=False), config, plan, 16, 8)) == 2
+
+
+def test_host_memory_counts_images_and_weights_that_are_not_read_in_slices(tmp_path):
+    """On a machine with 8 of 16 ranks, each of which has 500 of 8,000 held-out rows."""
+    config = qwen_vl("qwen2.5-vl-3b")
+    cfg = load_recipe("recipes/grpo_vlm.py").Config(model=str(tmp_path), heldout_rows=8000)
+    workload = Workload(prompt=400, answer=100, image_tokens=256, prompts=3, group_size=4)
+    rehearsal = Rehearsal({"train": {}}, {}, 0, 1000, 1000, 100, workload, 16, made_of_full=50)
+    plan = Plan(rehearsal, SamplerMemory(0, 0, 12, 12), {}, gpu_named("h100-80gb"))
+    image = 2 * (256 * 4) * (3 * 2 * 14 * 14)
+    taken = host_memory(cfg, config, plan, 16, 8)
+    assert taken == {
+        "loading, at most": 8 * 4 * (100 + 50),
+        "export, at most": 2 * 1000,
+        "images of two steps": 8 * 2 * 3 * image,
+        "images of 8000 held-out rows (--heldout_rows)": 8 * 500 * image,
+    }
+    assert len(host_memory(cfg, large_vocabulary(), plan, 16, 8)) == 2
+    assert loading(cfg, rehearsal, 16) == {"largest tensor": 4 * 100}
+    (tmp_path / "pytorch_model.bin").touch()
+    assert host_memory(cfg, config, plan, 16, 8)["loading, at most"] == 8 * 4 * 1000
+    assert loading(cfg, rehearsal, 16) == {"largest tensor": 4 * 1000}
+    (tmp_path / "model.safetensors").touch()
+    assert loading(cfg, rehearsal, 16) == {"largest tensor": 4 * 100}
+
+
+def test_the_baseline_of_kto_is_a_pass_of_policy_and_reference():
+    cfg = load_recipe("recipes/kto.py").Config(model="MODEL")
+    rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, Workload(32, 32, 0, prompts=2, group_size=1), 2)
+    sampler, config = SamplerMemory(0, 0, 2, 2), large_vocabulary()
+    phases = costs(cfg, config, rehearsal, sampler, 2, has_reference=True, models=1)
+    assert phases["baseline"].flops == 2 * phases["reference"].flops > 0
+    assert phases["baseline"].memory == 2 * phases["reference"].memory > 0
+    cfg = replace(cfg, baseline=False)
+    assert "baseline" not in costs(cfg, config, rehearsal, sampler, 2, has_reference=True, models=1)
 
 
 def test_a_weight_sync_takes_its_buckets(found):

@@ -24,6 +24,7 @@ from rlkit.plan.sampler import (  # noqa: E402
     sampler_memory,
     sequence_bytes,
     server_memory,
+    workspace_bytes,
 )
 from rlkit.plan.workload import Workload  # noqa: E402
 
@@ -54,15 +55,33 @@ def sampler(config, gpu=H100, **rollout_options):
 
 
 def test_gpus_share_the_weights_and_the_heads(config):
-    alone, eight = sampler(config), sampler(config, tensor_parallel_size=8)
+    alone, two, eight = (sampler(config, tensor_parallel_size=n) for n in (1, 2, 8))
     assert alone.weights / GIB == pytest.approx(62.8, abs=0.1)
     assert eight.weights / GIB == pytest.approx(7.9, abs=0.1)
     assert (alone.rows, eight.rows) == (128, 8 * 128)
     assert sequence_bytes(config, 4096, 8) == sequence_bytes(config, 4096, 1) / 8
     assert sequence_bytes(config, 4096, 16) == sequence_bytes(config, 4096, 8)  # of 8 key-value heads
-    assert eight.sequences == eight.cache // sequence_bytes(config, 4096, 8) > 30 * alone.sequences
+    assert eight.sequences == eight.cache // sequence_bytes(config, 4096, 8) > 5 * two.sequences > 0
     latent = AutoConfig.for_model("deepseek_v3")
     assert sequence_bytes(latent, 4096, 8) == sequence_bytes(latent, 4096, 1)
+
+
+def test_vllm_takes_memory_for_a_batch_of_prompts_and_for_logits(config):
+    """Of 16,384 tokens on an H100: hidden states of 5,120 twice, a gated layer of 27,648; 1,024 rows of logits."""
+    gpus = {n: sampler(config, tensor_parallel_size=n) for n in (1, 2, 8)}
+    logits = 14 * 1024 * config.get_text_config().vocab_size
+    assert gpus[1].workspace == 2 * 16384 * (2 * 5120 + 3 * 27648) > logits
+    assert gpus[8].workspace == logits == sampler(config, tensor_parallel_size=8, max_num_batched_tokens=4096).workspace
+    few = {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
+    assert sampler(config, tensor_parallel_size=2, **few).workspace == 2 * 4096 * (2 * 5120 + 3 * 27648 // 2)
+    share = gpus[2].utilization * H100.memory
+    assert gpus[2].weights + gpus[2].workspace + gpus[2].cache == pytest.approx(share, abs=1)
+    h100, a100 = (
+        server_memory(Servers(8, 1), config, rehearsal(), gpu_named(f"{name}-80gb")) for name in ("h100", "a100")
+    )
+    assert h100.workspace == logits > 2 * 8192 * (2 * 5120 + 3 * 27648) and a100.workspace == logits / 4
+    experts = AutoConfig.for_model("qwen3_moe")
+    assert workspace_bytes(experts, 100, 1, 1) == 2 * 100 * (2 * 2048 + max(2 * (32 + 4) * 64, 3 * 8 * 768))
 
 
 def test_fp8_halves_all_but_embeddings_and_output_layer(config):
@@ -81,7 +100,7 @@ def test_sequences_are_those_that_vllm_decodes_at_once(config):
 
 
 def test_vllm_needs_room_for_the_longest_sequence(config):
-    fitting, longer = (sampler(config, max_model_len=n) for n in (4096, 32768))
+    fitting, longer = (sampler(config, tensor_parallel_size=2, max_model_len=n) for n in (4096, 1 << 18))
     assert fitting.sequences > 0 and longer.sequences == 0
     assert sampler(config, tensor_parallel_size=2, gpu_memory_utilization=0.4).cache < GIB
 
@@ -117,7 +136,7 @@ def test_a_sampler_that_is_split_is_a_way_to_fit(config):
     first = next(ways_to_fit(cfg, plan, config, 8))
     assert first.changes == ["--rollout_options quantization none tensor_parallel_size 2"]
     assert first.cfg.rollout_options["tensor_parallel_size"] == "2"
-    fits = replace(plan, phases={**phases, "weight sync": {}})
+    fits = replace(plan, rehearsal=rehearsal(resident=6.0), phases={**phases, "weight sync": {}})
     assert not any("tensor_parallel" in way.changes[0] for way in ways_to_fit(cfg, fits, config, 8))
 
 

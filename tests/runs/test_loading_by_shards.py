@@ -14,7 +14,7 @@ from helpers import load, numbers, run_here, text_dir, warm_dir  # noqa: F401  (
 from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
 from rlkit.engines.distributed import init_distributed
-from rlkit.engines.fsdp import fsdp2
+from rlkit.engines.fsdp import fsdp1, fsdp2
 from rlkit.engines.model_files import NotInShardsError
 from rlkit.runs import build_engine, build_scorer, build_value_engine, parse_options
 from rlkit.vlm import load_model, load_processor
@@ -46,18 +46,20 @@ def options(path, *arguments):
 
 
 @pytest.mark.parametrize("build", [build_engine, build_value_engine])
-def test_no_weight_is_read_before_it_is_sharded(text_dir, monkeypatch, build):  # noqa: F811
+@pytest.mark.parametrize("engine", [["fsdp2"], ["fsdp2", "--parallel", "tensor", 1], ["fsdp1"]])
+def test_no_weight_is_read_before_it_is_sharded(text_dir, monkeypatch, build, engine):  # noqa: F811
     """All parameters are on the meta device when FSDP shards them."""
     init_distributed("cpu")
     seen = []
-    shard = fsdp2.Fsdp2Engine._shard
+    engine_class = fsdp1.Fsdp1Engine if engine[0] == "fsdp1" else fsdp2.Fsdp2Engine
+    shard = engine_class._shard
 
-    def look(engine, model, *rest):
+    def look(self, model, *rest, **options):
         seen.extend(p.is_meta for p in model.parameters() if p.shape[0] != 1)
-        return shard(engine, model, *rest)
+        return shard(self, model, *rest, **options)
 
-    monkeypatch.setattr(fsdp2.Fsdp2Engine, "_shard", look)
-    cfg = options(text_dir)
+    monkeypatch.setattr(engine_class, "_shard", look)
+    cfg = options(text_dir, "--engine", *engine)
     build(cfg, str(text_dir), load_processor(str(text_dir)), optimizer_steps=1)
     assert len(seen) > 10 and all(seen)
 

@@ -8,13 +8,13 @@ Its checkpoints are those of fsdp2: either engine loads the other's. Options tha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
@@ -22,8 +22,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rlkit.engines.distributed import full_tensor
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
+from rlkit.engines.fsdp.sharded_loading import read_rows
 from rlkit.engines.fsdp.sharding import fsdp_units, mixed_dtypes_message
-from rlkit.engines.model_files import has_meta_weights
 from rlkit.vlm.loading import copy_with_weights
 
 # options of the fsdp2 engine that are not supported, and the value that each may have
@@ -41,12 +41,13 @@ class Fsdp1Engine(Fsdp2Engine):
     """Trains and scores a model whose weights FSDP1 shards.
 
     Args:
-        model: from transformers, without adapters.
+        model: from transformers, without adapters. With `rlkit.vlm.load_model(..., on_meta=True)` each rank reads its
+            rows of the weights. It has one unit of FSDP at a time in full, which FSDP1 shards.
         options: those of `Fsdp2Engine` except `fsdp_size`, `tensor`, `ulysses_sequence_parallel_size`,
             `use_fused_kernels`, `router_replay` and `offload_between_phases`.
 
     Raises:
-        ValueError: an unsupported option, or a model with adapters or without its weights.
+        ValueError: an unsupported option, or a model with adapters.
     """
 
     def __init__(self, *, model: Any, **options: Any) -> None:
@@ -55,12 +56,16 @@ class Fsdp1Engine(Fsdp2Engine):
                 raise ValueError(f"{name}: expected {supported} in the fsdp1 engine, got {value}; use the fsdp2 engine")
         if hasattr(model, "get_base_model"):
             raise ValueError("model: expected no adapters in the fsdp1 engine, got some; use the fsdp2 engine")
-        if has_meta_weights(model):
-            raise ValueError("model: expected weights that are read, got the meta device; use load_model(path)")
         self.names = [name for name, _ in model.named_parameters()]
         super().__init__(model=model, **options)
 
-    def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
+    def _shard(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+    ) -> Any:
         units = {
             module: {"mixed_precision": _precision(x)} for module, x in fsdp_units(model, self.base, dtype).items()
         }
@@ -73,6 +78,7 @@ class Fsdp1Engine(Fsdp2Engine):
                     device_id=self.device,
                     auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
                     mixed_precision=_precision(dtype),
+                    param_init_fn=param_init_fn,
                     use_orig_params=True,
                 )
             except ValueError as error:
@@ -81,6 +87,9 @@ class Fsdp1Engine(Fsdp2Engine):
                 raise ValueError(mixed_dtypes_message(str(error))) from error
         module.register_comm_hook(mesh.get_group(), _sum_gradients)
         return module
+
+    def _shard_and_read(self, model: Any, mesh: DeviceMesh) -> Any:
+        return self._shard(model, self.compute_dtype, mesh, param_init_fn=read_rows(self.base, mesh, self.device))
 
     def _check_plain_head(self) -> None:
         raise ValueError("output_layer: expected the fsdp2 engine, got fsdp1, which cannot gather one layer alone")

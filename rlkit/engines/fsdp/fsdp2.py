@@ -167,9 +167,7 @@ class Fsdp2Engine:
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         mesh = self.mesh["dp_replicate", "dp_shard"] if fsdp_size else self.mesh["dp_shard"]
         if has_meta_weights(model):
-            self.module = self._shard(model, self.compute_dtype, mesh)
-            load_sharded_weights(self.base, self.device)
-            self.module = _on_device(self.module, self.device)  # buffers, adapters and a value head
+            self.module = self._shard_and_read(model, mesh)
         else:
             self.module = self._shard(_on_device(model, self.device), self.compute_dtype, mesh)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
@@ -691,6 +689,12 @@ class Fsdp2Engine:
 
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
         return apply_fsdp2(model, fsdp_units(model, self.base, dtype), dtype, mesh)
+
+    def _shard_and_read(self, model: Any, mesh: DeviceMesh) -> Any:
+        """Shard a model on the meta device, and read this rank's part of its weights."""
+        module = self._shard(model, self.compute_dtype, mesh)
+        load_sharded_weights(self.base, self.device)
+        return _on_device(module, self.device)  # buffers, adapters and a value head
 
 
 class Fsdp2ValueEngine(Fsdp2Engine):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from rlkit.engines.distributed import local_part
-from rlkit.engines.model_files import NotInShardsError, check_weights, open_slices
+from rlkit.engines.distributed import full_tensor, local_part
+from rlkit.engines.model_files import check_weights, open_slices
 from rlkit.engines.sampler_dtype import kept_in_float32
 from rlkit.engines.value_head import has_value_head, with_value_head
 from rlkit.vlm.loading import other_head_message, ties_output_layer
@@ -26,7 +27,8 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
     transformers reads, renames and converts the tensors, a slice of a file at a time. (A mixture of experts is one
     tensor in the model and many in the files, for example.) It can do so only for its own plain model. So a plain model
     is made that contains the same shards; adapters and a value head already have their values. Weights that are to be
-    in NF4 are read to host memory, and quantized one by one.
+    in NF4 are read to host memory, and quantized one by one. Weights that are made of full tensors, see `_conversions`,
+    are made in host memory, and cut one by one.
 
     Args:
         base: from transformers, after `fully_shard`; `base.config.name_or_path` says where its files are.
@@ -34,8 +36,7 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
 
     Raises:
         ValueError: files that are missing, cut short, or of another model.
-        NotInShardsError: files that are not safetensors, quantized weights, or weights that transformers cannot convert
-            slice by slice.
+        NotInShardsError: files that are not safetensors.
     """
     path = base.config.name_or_path
     quantized = {name: module for name, module in base.named_modules() if isinstance(module, Nf4Linear)}
@@ -59,12 +60,71 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
     wrong = mismatched - head
     wrong |= {names[name] for name, x in parameters.items() if x.is_meta and names[name] not in loaded}
     check_weights(path, wrong)
+    # By these transformers gives weights the names of the files again. It would look for others itself, by the names of
+    # classes, which FSDP changes.
+    base._weight_conversions = plain._weight_conversions
     del plain, parameters, unquantized
     state = {name: loaded.pop(n) for name, n in names.items() if n in loaded}
     for name, layer in quantized.items():
         state |= _quantized_state(name, layer, state.pop(f"{name}.weight"), device)
     base.load_state_dict(state, False, assign=True)
     base.tie_weights()
+
+
+def read_rows(base: Any, mesh: DeviceMesh, device: torch.device) -> Callable[[nn.Module], None]:
+    """Read this rank's rows of each parameter on the meta device, for an engine that shards full weights itself.
+
+    Args:
+        base: from transformers, not sharded.
+        mesh: of one dimension; its ranks share the rows.
+        device: where the weights go.
+
+    Returns:
+        A function that gathers the parameters of one module, without its submodules, and frees the rows. All ranks call
+        it together. Until then the parameters stay on the meta device.
+
+    Raises:
+        ValueError: as `load_sharded_weights`.
+        NotInShardsError: as `load_sharded_weights`.
+    """
+
+    def as_rows(p: nn.Parameter) -> nn.Parameter:
+        if not p.is_meta or p.ndim == 0:
+            return p
+        return nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None), p.requires_grad)
+
+    _replace_parameters(base, as_rows)
+    load_sharded_weights(base, device)
+    rows: dict[nn.Parameter, Tensor] = {}
+    full: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+
+    def as_placeholder(p: nn.Parameter) -> nn.Parameter:
+        if not isinstance(p, DTensor):
+            return p
+        placeholder = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+        rows[placeholder] = p.detach()
+        return placeholder
+
+    _replace_parameters(base, as_placeholder)
+
+    def gather(module: nn.Module) -> None:
+        for name, placeholder in list(module.named_parameters(recurse=False)):
+            if placeholder in rows:
+                full[placeholder] = nn.Parameter(full_tensor(rows.pop(placeholder)), placeholder.requires_grad)
+            if placeholder in full:
+                setattr(module, name, full[placeholder])
+
+    return gather
+
+
+def _replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Replace each parameter of a model; tied parameters stay tied."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if p not in replaced:
+                replaced[p] = replacement(p)
+            setattr(module, name, replaced[p])
 
 
 def _unquantized(layer: Nf4Linear) -> Tensor:
@@ -104,25 +164,103 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype,
     Returns:
         The names of tensors that have other shapes in the files.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import MergeModulelist, WeightConverter, convert_and_load_state_dict_in_model
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    mapping: list[Any] = get_model_conversion_mapping(plain)
     kept = dict.fromkeys(kept_in_float32(plain, dtype), torch.float32)
-    places: dict[str, Any] = {"": device, **dict.fromkeys(on_host, "cpu")}
-    options = LoadStateDictConfig(dtype=dtype, dtype_plan=kept, device_map=places, weight_mapping=mapping)
     with open_slices(plain) as slices:
+        mapping, from_full = _conversions(plain, slices)
+        places: dict[str, Any] = {"": device, **dict.fromkeys([*on_host, *from_full], "cpu")}
+        options = LoadStateDictConfig(dtype=dtype, dtype_plan=kept, device_map=places, weight_mapping=mapping)
+        shards = {name: x for name, x in plain.state_dict().items() if name in from_full}
+        plain.load_state_dict({name: _without_memory(x) for name, x in shards.items()}, False, assign=True)
         info, _ = convert_and_load_state_dict_in_model(plain, slices, options)
-    used = [converter for converter in mapping if isinstance(converter, WeightConverter) and converter.was_used()]
-    if any(not isinstance(converter.operations[0], MergeModulelist) for converter in used):
-        raise NotInShardsError(
-            f"model {path!r}: expected weights that can be read in slices, got a family whose weights are converted; "
-            "read them whole with load_model(...)"
-        )
+    for name, x in shards.items():
+        full = plain.state_dict()[name]
+        if not full.is_meta:
+            plain.load_state_dict({name: _cut(full, x, device)}, False, assign=True)
     if dist.get_rank() == 0:
         report_unused(path, plain, info.unexpected_keys)
     return {name for name, *_ in info.mismatched_keys}
+
+
+def _conversions(plain: Any, slices: Mapping[str, Any]) -> tuple[list[Any], set[str]]:
+    """How transformers renames and converts the tensors of a model's files.
+
+    A rank can convert its slices alone if tensors of single experts are stacked, or the matrices of a stack are
+    transposed. Other weights have to be made of full tensors: one tensor in the files for several matrices of the
+    model, for example, or the other way round.
+
+    Returns:
+        What transformers calls the weight mapping, and the names of weights that have to be made of full tensors.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter, rename_source_key
+
+    mapping: list[Any] = get_model_conversion_mapping(plain)
+    converters = [x for x in mapping if isinstance(x, WeightConverter)]
+    renamings = [x for x in mapping if not isinstance(x, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, from_full, not_needed = plain.state_dict(), set[str](), set[int]()
+    for name in slices:
+        renamed, pattern = rename_source_key(name, renamings, converters, plain.base_model_prefix, state)
+        if pattern is None or renamed not in state:
+            continue
+        converter = by_pattern[pattern]
+        first, shape = converter.operations[0], state[renamed].shape
+        if isinstance(first, Transpose) and first.check_dims and tuple(slices[name].get_shape()) == shape:
+            not_needed.add(id(converter))  # transformers would compare the shape with that of a shard
+        elif not _converts_slices(converter):
+            targets = converter.target_patterns
+            from_full |= {renamed.replace(targets[0], target) for target in targets}
+    return [x for x in mapping if id(x) not in not_needed], from_full
+
+
+def _converts_slices(converter: Any) -> bool:
+    """Whether one of transformers' converters gives a rank's slice if it gets this rank's slices."""
+    from transformers.core_model_loading import MergeModulelist, Transpose
+
+    first = converter.operations[0]
+    return isinstance(first, MergeModulelist) or (isinstance(first, Transpose) and 0 not in (first.dim0, first.dim1))
+
+
+def made_of_full_tensors(model: Any) -> set[str]:
+    """Names of the weights that each rank makes of full tensors before it keeps its shard, for published files.
+
+    Args:
+        model: from transformers, perhaps on the meta device.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    renamings, converters, from_full = list[Any](), list[Any](), set[str]()
+    for conversion in reversed(get_model_conversion_mapping(model, add_legacy=False)):
+        reverse = conversion.reverse_transform()
+        if not isinstance(conversion, WeightConverter):
+            renamings.append(reverse)
+            continue
+        converters.append(reverse)
+        if not _converts_slices(conversion):
+            from_full.update(reverse.source_patterns)
+    names = (name for name, _ in model.named_parameters())
+    patterns = ((name, rename_source_key(name, renamings, converters, reverse=True)[1]) for name in names)
+    return {name for name, pattern in patterns if pattern in from_full}
+
+
+def _without_memory(x: Tensor) -> Tensor:
+    """A tensor on the meta device in the full shape of one that may be sharded."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _cut(full: Tensor, shard: Tensor, device: torch.device) -> Tensor:
+    """This rank's part of a full tensor as a tensor that is sharded as another one is."""
+    if not isinstance(shard, DTensor):
+        return full.to(device)
+    local = local_part(distribute_tensor(full, shard.device_mesh, shard.placements, src_data_rank=None))
+    shape, stride = shard.shape, shard.stride()
+    return DTensor.from_local(
+        local.to(device, copy=True), shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _check_tied_weights(plain: Any, path: str) -> None:
