@@ -39,6 +39,7 @@ class SamplerMemory:
         rows: answers that an engine generates in a step.
         tensor_parallel: number of GPUs of an engine.
         utilization: largest `gpu_memory_utilization` that the trainer beside vLLM leaves room for; otherwise None.
+        share: vLLM's `gpu_memory_utilization`.
         servers: whose memory this is; None if it is that of a trainer's GPU.
     """
 
@@ -48,6 +49,7 @@ class SamplerMemory:
     rows: int
     tensor_parallel: int = 1
     utilization: float | None = None
+    share: float | None = None
     servers: Servers | None = None
 
 
@@ -77,7 +79,7 @@ def sampler_memory(
     if cfg.rollout == "vllm":
         options: dict[str, Any] = {name: option_value(text) for name, text in cfg.rollout_options.items()}
         gpus = options.get("tensor_parallel_size", 1)
-        if gpus < 1 or world % gpus:
+        if not isinstance(gpus, int) or gpus < 1 or world % gpus:
             raise ValueError(f"tensor_parallel_size: expected a divisor of {world} ranks, got {gpus}")
         rows = -(-workload.rows * rehearsal.data_parallel_size * gpus // world)
         most = int(100 * (USABLE * gpu.memory - resident) / gpu.memory) / 100
@@ -144,7 +146,7 @@ def vllm_memory(
     most = options.get("max_num_seqs") or default_sequences(gpu)
     has_room = cache >= sequence_bytes(config, longest, gpus)  # for the longest sequence, without which vLLM ends
     sequences = min(most, cache // sequence_bytes(config, row, gpus)) if has_room else 0
-    return SamplerMemory(weights, cache, sequences, rows, gpus, utilization)
+    return SamplerMemory(weights, cache, sequences, rows, gpus, utilization, share)
 
 
 def weight_bytes(config: Any, parameters: int, quantization: str | None) -> int:
@@ -168,5 +170,5 @@ def sequence_bytes(config: Any, tokens: int, gpus: int) -> int:
 
 
 def default_sequences(gpu: Gpu) -> int:
-    """vLLM 0.32's default of `max_num_seqs`."""
+    """vLLM 0.32's default of `max_num_seqs`. vLLM, too, looks for "a100" in the name of the device."""
     return 1024 if gpu.memory >= 70 * 2**30 and "a100" not in gpu.name.lower() else 256
