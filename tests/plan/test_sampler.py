@@ -92,6 +92,7 @@ def test_vllm_needs_room_for_the_longest_sequence(config):
     ("given", "sentence"),
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: expected a divisor of 8 ranks, got 3"),
+        ({"tensor_parallel_size": "two"}, "tensor_parallel_size: expected a divisor of 8 ranks, got two"),
         ({"max_model_len": 4095}, "max_model_len: expected at least the 4096 tokens of prompt and answer, got 4095"),
     ],
 )

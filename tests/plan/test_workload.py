@@ -4,15 +4,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import AutoConfig, LlamaConfig
 
+from rlkit.data.samples import collate
+from rlkit.engines.packing.micro_batches import micro_batches
+from rlkit.engines.packing.shared_prompts import shared_prompt_groups
 from rlkit.plan import megatron
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles
 from rlkit.plan.roofline import costs, rows_flops
 from rlkit.plan.sampler import SamplerMemory
-from rlkit.plan.workload import Workload, largest_micro_batches, longest_batch, packed_rows
+from rlkit.plan.workload import Workload, _group, largest_micro_batches, longest_batch, packed_rows
 from rlkit.runs.vllm_options import longest_sequence
 
 LLAMA = LlamaConfig(
@@ -92,6 +96,23 @@ def test_a_pair_is_one_micro_batch_of_megatron(share, tokens, keys):
     )
     assert (small.tokens, small.scored, small.keys, small.count) == (tokens, 1024, tokens + keys, 4)
     assert (small.prompts, large.tokens) == (1 if share else 2, 2 * tokens)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("prompt", "answer", "group"), [(20, 10, 8), (40, 6, 4), (7, 90, 2), (90, 30, 6)])
+def test_rows_are_packed_as_an_engine_packs_them(prompt, answer, group, share, together):
+    workload = Workload(prompt, answer, 0, prompts=5, group_size=group, rows_together=together)
+    batch = collate([row for number in range(5) for row in _group(workload, LLAMA, number)])
+    if together > 1:
+        batch.add(micro_batch_group=torch.arange(len(batch)) // together)
+    found = []
+    for rows, _ in micro_batches(batch, 100, LLAMA, share_prompts=share):
+        part = batch.select(rows)
+        computed = shared_prompt_groups(part) if share else [[row] for row in rows]
+        found.append((len(rows), len(computed)))
+    packed = packed_rows(workload, 100, share_prompts=share)
+    assert sorted(found) == sorted((one.rows, one.prompts) for one in packed)
 
 
 def test_passes_that_score_a_batch_take_time():
