@@ -144,7 +144,8 @@ def scoring(role: str, config: Any, cfg: Any, rehearsal: Rehearsal, world: int, 
 def training(role: str, config: Any, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int) -> Cost:
     """All updates of a model on the rows of a rank. For each update:
 
-        FLOPs   (1 + 2) F, or (1 + 1) F if only adapters are trained; F more with gradient checkpointing
+        FLOPs   (1 + 2) F, or (1 + 1) F if only adapters are trained; F more with gradient checkpointing;
+                one F for a vision tower that is frozen, as it is below adapters
         memory  n (2 W + 2 T) + 28 O; n W more with gradient checkpointing
         links   fsdp2: an all-gather of n (2 W - R), a reduce-scatter of the float32 gradients 4 n T, and between the
                 replicas of hybrid sharding an all-reduce of their shards;
@@ -164,8 +165,11 @@ def training(role: str, config: Any, cfg: Any, rehearsal: Rehearsal, world: int,
         link += reduce_scatter(n * GRADIENT * size.trained, shard)
         link += all_reduce(n * GRADIENT * size.trained / shard.size, replicas)
     memory = n * ((2 + recomputes) * size.weights + HALF * size.trained) + ADAMW * size.owned
+    flops = passes * _rank_flops(role, config, rehearsal, world)
+    if cfg.lora_rank or cfg.freeze_vision_tower:
+        flops -= (passes - 1) * _tower_flops(config, rehearsal, world)
     updates = _updates(cfg)
-    return Cost(updates * passes * _rank_flops(role, config, rehearsal, world), updates * memory, updates * link)
+    return Cost(updates * flops, updates * memory, updates * link)
 
 
 def weight_sync(sampler: SamplerMemory, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int) -> Cost:
@@ -213,6 +217,14 @@ def _rank_flops(role: str, config: Any, rehearsal: Rehearsal, world: int) -> flo
     """F: model-parallel ranks share the work equally."""
     prompts = sum(packed.prompts for packed in rehearsal.micro_batches)
     flops = rows_flops(config, rehearsal.workload, prompts, head=role != "critic")
+    return flops * rehearsal.data_parallel_size / world
+
+
+def _tower_flops(config: Any, rehearsal: Rehearsal, world: int) -> float:
+    """The part of F for the images."""
+    patches = rehearsal.workload.image_patches(config)
+    prompts = sum(packed.prompts for packed in rehearsal.micro_batches)
+    flops = forward_flops(config, [], 0, [patches] * prompts) if patches else 0
     return flops * rehearsal.data_parallel_size / world
 
 

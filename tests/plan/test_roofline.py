@@ -20,7 +20,7 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads"
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=64, **SIZES)
 LARGER = LlamaConfig(hidden_size=128, intermediate_size=128, **SIZES)
 ROWS = Workload(prompt=100, answer=50, image_tokens=0, prompts=3, group_size=4)
-NAMES = {"lora_rank": 0, "enable_gradient_checkpointing": False, "parallel": {}}
+NAMES = {"lora_rank": 0, "enable_gradient_checkpointing": False, "parallel": {}, "freeze_vision_tower": False}
 FSDP2 = SimpleNamespace(engine="fsdp2", **NAMES)
 
 
@@ -151,6 +151,37 @@ def test_images_of_a_micro_batch_without_shared_prompts():
         for share in (True, False)
     )
     assert (shared, own) == (1, 4)
+
+
+def seeing():
+    """A tower of 2 blocks with 16 and 32 units."""
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    text = {"hidden_size": 64, "intermediate_size": 64, **SIZES}
+    return AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision)
+
+
+@pytest.mark.parametrize(("options", "passes"), [({"freeze_vision_tower": True}, 3), ({"lora_rank": 4}, 2)])
+def test_a_frozen_tower_has_no_backward_pass(options, passes):
+    rows, config = Workload(10, 5, 8, prompts=3, group_size=1), seeing()
+    images = rehearsal({"policy": ModelSize(400, 800)}, rows)
+    flops = training("policy", config, SimpleNamespace(**{**vars(FSDP2), **options}), images, 16, 8).flops
+    text = rows_flops(config, Workload(10, 5, 0, prompts=3, group_size=1), 3)
+    assert flops == passes * text + 3 * forward_flops(config, [], image_patches=[32])
+
+
+def test_the_tower_keeps_the_images_of_all_prompts():
+    """Three prompts of 8 image tokens, 32 patches each."""
+    config = seeing()
+    rows = Workload(10, 5, 8, prompts=3, group_size=1)
+    (largest,) = packed = packed_rows(rows, 400, share_prompts=False)
+    trained, frozen = (
+        megatron.activation_bytes(
+            SimpleNamespace(enable_gradient_checkpointing=False, freeze_vision_tower=frozen),
+            config, ParallelDims(), megatron.largest_micro_batch(rows, packed), 0, rows,
+        )
+        for frozen in (False, True)
+    )  # fmt: skip
+    assert largest.prompts == 3 and trained - frozen == 3 * 32 * 2 * (52 * 16 + 8 * 32)
 
 
 def test_windows_and_chunks_are_not_full_attention():
