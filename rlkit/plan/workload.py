@@ -140,11 +140,11 @@ def packed_rows(workload: Workload, budget: int, *, share_prompts: bool) -> list
         budget: `micro_batch_tokens`.
         share_prompts: as in the engine.
     """
-    prompt, answer, together = workload.prompt, workload.answer, workload.rows_together
+    prompt, answer, pair = workload.prompt, workload.answer, workload.rows_together
     parts: list[tuple[int, ...]]  # that stay in one micro-batch: the answers to each prompt that is computed
-    if together > 1:
-        parts = [(together,) if share_prompts else (1,) * together] * (workload.rows // together)
-        costs = [together * (prompt + answer)] * len(parts)
+    if pair > 1:
+        parts = [(pair,) if share_prompts else (1,) * pair] * (workload.rows // pair)
+        costs = [pair * (prompt + answer)] * len(parts)
     else:
         group = [answer] * (workload.group_size if share_prompts else 1)
         split = [len(rows) for rows in token_budget_batches(group, max(1, budget - prompt))]

@@ -98,14 +98,14 @@ def test_a_pair_is_one_micro_batch_of_megatron(share, tokens, keys):
     assert (small.prompts, large.tokens) == (1 if share else 2, 2 * tokens)
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("pair", [1, 2])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("prompt", "answer", "group"), [(20, 10, 8), (40, 6, 4), (7, 90, 2), (90, 30, 6)])
-def test_rows_are_packed_as_an_engine_packs_them(prompt, answer, group, share, together):
-    workload = Workload(prompt, answer, 0, prompts=5, group_size=group, rows_together=together)
+def test_rows_are_packed_as_an_engine_packs_them(prompt, answer, group, share, pair):
+    workload = Workload(prompt, answer, 0, prompts=5, group_size=group, rows_together=pair)
     batch = collate([row for number in range(5) for row in _group(workload, LLAMA, number)])
-    if together > 1:
-        batch.add(micro_batch_group=torch.arange(len(batch)) // together)
+    if pair > 1:
+        batch.add(micro_batch_group=torch.arange(len(batch)) // pair)
     found = []
     for rows, _ in micro_batches(batch, 100, LLAMA, share_prompts=share):
         part = batch.select(rows)
