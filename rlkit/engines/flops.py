@@ -10,6 +10,7 @@ backward: the 6N of Kaplan et al. (https://arxiv.org/abs/2001.08361, section 2.1
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ def forward_flops(
 ) -> int:
     """FLOPs of one forward through a language or vision-language model.
 
-        text = 2 N t + 4 L A pairs + 2 H V scored,  t = sum_i n_i,  pairs = sum_i n_i b_i + n_i (n_i + 1) / 2
+        text = 2 N t + 4 A pairs + 2 H V scored,  t = sum_i n_i
         N = L (2 H A + 2 H K + 3 H I),  A = heads * head size,  K = key-value heads * head size
+        pairs = sum over layers of attention, segments i and positions p from b_i to b_i + n_i - 1 of keys(p),
+        keys(p) = p + 1;  min(p + 1, W) with a sliding window of W tokens;  p mod C + 1 in chunks of C tokens
 
     In Qwen3-Next and Qwen3.5, attention has a gate (H A more weights), and L counts layers of attention only. In the
     others, with the gated delta rule (https://arxiv.org/abs/2412.06464), the b_i tokens cost nothing, since answers
@@ -32,9 +35,9 @@ def forward_flops(
     the state's prediction for the key, its update, and its output.
 
     Only the attention scores that a causal mask keeps are counted, half of PaLM's 12 L H Q T for a whole sequence.
-    Sliding windows count as full attention. For a mixture of experts, I is the size of the experts that a token goes
-    to, and the router is counted. Embeddings, norms and position ids are not counted. Attention and MLP are assumed to
-    have the shape of Llama's, Qwen's or Gemma's.
+    For a mixture of experts, I is the size of the experts that a token goes to, and the router is counted. Embeddings,
+    norms and position ids are not counted. Attention and MLP are assumed to have the shape of Llama's, Qwen's or
+    Gemma's.
 
     Args:
         config: of the transformers model.
@@ -55,9 +58,9 @@ def forward_flops(
     gated, linear = text.model_type in GATED_ATTENTION, layer_types(config).count("linear_attention")
     attention = text.num_hidden_layers - linear
     tokens = sum(new for new, _ in segments)
-    pairs = sum(new * before + new * (new + 1) // 2 for new, before in segments)
+    pairs = _attention_pairs(config, segments)
     weights = attention * hidden * head_size * ((3 if gated else 2) * heads + 2 * kv_heads) + _mlp_weights(text)
-    language = 2 * weights * tokens + 4 * attention * heads * head_size * pairs + 2 * hidden * text.vocab_size * scored
+    language = 2 * weights * tokens + 4 * heads * head_size * pairs + 2 * hidden * text.vocab_size * scored
     language += linear * _delta_rule_flops(text) * tokens if linear else 0
     vision = getattr(config, "vision_config", None)
     return language + (0 if vision is None else _tower_flops(vision, image_patches))
@@ -81,6 +84,30 @@ def flops_obstacle(config: Any) -> str | None:
     if isinstance(getattr(text, "moe_intermediate_size", None), list):
         return "its experts of several sizes are not counted"
     return None
+
+
+def _attention_pairs(config: Any, segments: Sequence[tuple[int, int]]) -> int:
+    """Pairs of a query and a key that the masks of all attention layers keep."""
+    text = config.get_text_config()
+    only = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
+    kinds = Counter(layer_types(config) or [only] * text.num_hidden_layers)
+
+    def of_first(count: int, kind: str) -> int:
+        """Pairs of the first `count` positions of a sequence."""
+        if kind == "sliding_attention":
+            growing = min(count, text.sliding_window)
+            return growing * (growing + 1) // 2 + (count - growing) * text.sliding_window
+        if kind == "chunked_attention":
+            chunks, rest = divmod(count, text.attention_chunk_size)
+            return chunks * text.attention_chunk_size * (text.attention_chunk_size + 1) // 2 + rest * (rest + 1) // 2
+        return count * (count + 1) // 2
+
+    return sum(
+        layers * (of_first(before + new, kind) - of_first(before, kind))
+        for kind, layers in kinds.items()
+        if kind != "linear_attention"
+        for new, before in segments
+    )
 
 
 def _delta_rule_flops(text: Any) -> int:

@@ -36,11 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--image_tokens", type=int, help="tokens of images or videos in a prompt; default: an image that fills it"
     )
     parser.add_argument(
-        "--server_gpus", type=int, default=0, help="GPUs of the servers that sample; default: not planned"
+        "--server_gpus", type=int, default=0, help="GPUs of the servers that sample; 0: do not plan the servers"
     )
-    parser.add_argument("--server_tensor_parallel", type=int, default=1, help="GPUs of each server; default: 1")
+    parser.add_argument("--server_tensor_parallel", type=int, help="GPUs of each server; default: 1")
     parser.add_argument(
-        "--gpu_memory", type=float, help="GiB of a GPU; default: that of --gpu, which may be unknown then"
+        "--gpu_memory",
+        type=float,
+        help="GiB per GPU. Overrides the data sheet; required for a GPU that is not listed",
     )
     parser.add_argument(
         "--fill_micro_batch",
@@ -61,8 +63,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
         ValueError: an option is unknown, or two options contradict each other.
     """
     gpu = gpu_named(options.gpu, options.gpu_memory)
-    if options.nproc < 1:
-        raise ValueError(f"nproc: expected at least 1 GPU, got {options.nproc}")
+    check_counts(options)
     module = load_recipe(options.recipe)
     cfg = recipe_options(module, arguments)
     check_sync_adapters(cfg)
@@ -74,7 +75,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     if options.server_gpus and not samples_on_servers(cfg):
         got = options.server_gpus
         raise ValueError(f"server_gpus: expected 0 unless servers sample (--rollout vllm_server), got {got}")
-    servers = Servers(options.server_gpus, options.server_tensor_parallel) if options.server_gpus else None
+    servers = Servers(options.server_gpus, options.server_tensor_parallel or 1) if options.server_gpus else None
     plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens, servers)
     if options.json:
         print(json.dumps(summary(plan)))
@@ -83,6 +84,20 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     if not plan.fits and not options.no_advice:
         print(advice(cfg, roles, plan, options))
     return plan.fits
+
+
+def check_counts(options: Any) -> None:
+    """Raise a ValueError that names a number of GPUs which is too small, or is not used."""
+    for name, least in (("nproc", 1), ("gpus_per_node", 1), ("server_gpus", 0)):
+        if (got := getattr(options, name)) < least:
+            raise ValueError(f"{name}: expected at least {_gpus(least)}, got {got}")
+    if options.server_tensor_parallel is not None and not options.server_gpus:
+        got = options.server_tensor_parallel
+        raise ValueError(f"server_tensor_parallel: expected it with --server_gpus N, got {got} without")
+
+
+def _gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"
 
 
 def check_can_be_planned(cfg: Any) -> None:
@@ -96,26 +111,38 @@ def check_can_be_planned(cfg: Any) -> None:
 
 
 def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
-    """Try options that need less memory until the run fits. Returns one sentence that names them."""
+    """Try options that need less memory until the run fits. Returns sentences that name them."""
     config, servers = roles.policy or roles.critic, plan.sampler.servers
+    sentences = []
     if servers and (SERVERS in plan.too_large or not plan.sampler.sequences):
-        return server_advice(servers, config, plan)
-    least = plan.peak
-    for way in ways_to_fit(cfg, plan, config, options.nproc):
-        new_roles = roles
+        sentences.append(server_advice(servers, config, plan))
+    if not servers or set(plan.too_large) - {SERVERS}:
+        sentences.append(trainer_advice(cfg, roles, plan, options))
+    return "\n".join(sentences)
+
+
+def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
+    """One sentence: the options with which all fits on the GPUs that train."""
+    config, servers = roles.policy or roles.critic, plan.sampler.servers
+    least, enough_memory = plan.peak, not set(plan.too_large) - {SERVERS}
+    for way in ways_to_fit(cfg, plan, config, options.nproc, options.gpus_per_node):
+        new_roles, changes = roles, ", ".join(way.changes)
         if way.cfg.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
             new_roles = replace(roles, reference=None, adapter_reference=True)
-        attempt = make_plan(way.cfg, new_roles, way.world, plan.gpu, options.image_tokens, servers)
-        changes = ", ".join(way.changes)
+        try:
+            attempt = make_plan(way.cfg, new_roles, way.world, plan.gpu, options.image_tokens, servers)
+        except ValueError as error:  # this model or this number of ranks does not allow it
+            print(f"  with {changes}: not possible: {error}", flush=True)
+            continue
         print(f"  with {changes}: {attempt.peak / GIB:.1f} GiB", flush=True)
-        if attempt.fits:
+        trains = not set(attempt.too_large) - {SERVERS}
+        if trains and (servers or attempt.sampler.sequences):
             return f"fits with {changes}"
-        least = min(least, attempt.peak)
+        least, enough_memory = min(least, attempt.peak), enough_memory or trains
+    if enough_memory:
+        return "does not fit with any of these options: the sampler's cache has no room for one sequence"
     limit = USABLE * plan.gpu.memory / GIB
-    return (
-        f"does not fit with any of these options: the least is {least / GIB:.1f} GiB, of {limit:.1f} GiB that can be "
-        "used of a GPU"
-    )
+    return f"does not fit with any of these options: the least is {least / GIB:.1f} GiB, of {limit:.1f} GiB usable"
 
 
 def server_advice(servers: Servers, config: Any, plan: Plan) -> str:
@@ -128,7 +155,7 @@ def server_advice(servers: Servers, config: Any, plan: Plan) -> str:
             continue
         if memory.sequences:
             return f"servers fit with --server_tensor_parallel {larger.tensor_parallel}"
-    return f"servers do not fit on {servers.gpus} GPUs"
+    return f"servers do not fit on {_gpus(servers.gpus)}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from rlkit.vlm.weight_files import only_pickles
 
 GIB = 2**30
 SERVERS = "servers"
-GPUS_OF_A_MACHINE = 8  # over which a sampler is split at most
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def make_plan(
     resident = rehearsal.resident
     rows = rehearsal.workload.rows
     sampler = SamplerMemory(0, 0, rows, rows)
-    phases = {"load": loading(cfg, rehearsal, world), **rehearsal.peaks}
+    phases = {"load": loading(cfg, rehearsal), **rehearsal.peaks}
     if roles.policy is not None and cfg.max_new_tokens:
         sampler = sampler_memory(cfg, config, rehearsal, world, gpu, servers)
         taken = {
@@ -78,7 +77,7 @@ def make_plan(
     return Plan(rehearsal, sampler, phases, gpu)
 
 
-def loading(cfg: Any, rehearsal: Rehearsal, world: int) -> dict[str, int]:
+def loading(cfg: Any, rehearsal: Rehearsal) -> dict[str, int]:
     """Bytes by kind right after loading: the weights, and a buffer for the largest tensor that a rank reads.
 
     If the files are pickles, it has the whole model at once.
@@ -104,12 +103,12 @@ class Way(NamedTuple):
     world: int
 
 
-def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[Way]:
+def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int, gpus_per_node: int) -> Iterator[Way]:
     """Ways to save memory, the cheapest first.
 
     All but the last two accumulate. LoRA and each number of GPUs are tried on top of them, and not with each other:
 
-    - a smaller share of the GPU for the sampler: fewer answers at once
+    - a smaller share of the GPU for the sampler: fewer answers at once; or a larger one if it has no room
     - a sampler on several ranks' GPUs together: they communicate for each token
     - fused log-probabilities from hidden states: the output layer is computed twice
     - gradient checkpointing: a third more time
@@ -119,10 +118,11 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[Way]:
     - more GPUs, each with a smaller shard
     """
     options: dict[str, Any] = {}
-    most = plan.sampler.utilization
-    if getattr(cfg, "rollout", "") == "vllm" and most is not None and 0.1 < most < cfg.gpu_memory_utilization:
-        options["gpu_memory_utilization"] = most
-    if (gpus := _sampler_gpus(plan, config, world)) > plan.sampler.tensor_parallel:
+    most, share = plan.sampler.utilization, plan.sampler.share
+    if most is not None and share is not None and "gpu_memory_utilization" not in cfg.rollout_options:
+        if 0.1 < most < share or (share < most and not plan.sampler.sequences):
+            options["gpu_memory_utilization"] = most
+    if (gpus := _sampler_gpus(plan, config, world, gpus_per_node)) > plan.sampler.tensor_parallel:
         options["rollout_options"] = {**cfg.rollout_options, "tensor_parallel_size": str(gpus)}
     is_fsdp2 = cfg.engine == "fsdp2"
     if is_fsdp2 and not cfg.use_fused_kernels and not head_obstacle(config):
@@ -153,7 +153,7 @@ def _as_option(name: str, value: Any) -> str:
     return " ".join([f"--{name}", *words])
 
 
-def _sampler_gpus(plan: Plan, config: Any, world: int) -> int:
+def _sampler_gpus(plan: Plan, config: Any, world: int, gpus_per_node: int) -> int:
     """The fewest GPUs of one machine over which vLLM's weights leave room for the trainer and a sequence.
 
     As many as it has now if that is enough, and as many as possible if nothing is.
@@ -171,5 +171,5 @@ def _sampler_gpus(plan: Plan, config: Any, world: int) -> int:
         return taken <= USABLE * plan.gpu.memory
 
     counts = [sampler.tensor_parallel * factor for factor in (1, 2, 4, 8)]
-    possible = [gpus for gpus in counts if gpus <= GPUS_OF_A_MACHINE and not world % gpus and not heads % gpus]
+    possible = [gpus for gpus in counts if gpus <= gpus_per_node and not world % gpus and not heads % gpus]
     return next(filter(fits, possible), max(possible, default=sampler.tensor_parallel))

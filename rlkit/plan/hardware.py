@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlkit.runs.vllm_options import RESERVED
 from rlkit.tracking import peak_flops
 
-USABLE = 0.93  # share of a GPU's memory; assumption: CUDA, NCCL and fragmentation take the rest
-NETWORK_BYTES_PER_SECOND = 50e9  # per GPU, between machines; assumption: a 400 Gbit/s adapter
-HOST_BYTES_PER_SECOND = 50e9  # per GPU, from and to host memory; assumption: 50 of the 64 GB/s of PCIe 5.0 x16
+USABLE = 1 - RESERVED  # share of a GPU's memory
+NETWORK_BANDWIDTH = 50e9  # bytes per second and GPU, between machines; assumption: each has a 400 Gbit/s adapter
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Gpu:
         flops: dense bfloat16 FLOP/s.
         memory_bandwidth: bytes per second.
         link_bandwidth: bytes per second to other GPUs of the same machine, in one direction.
+        host_bandwidth: bytes per second to and from host memory, in one direction.
     """
 
     name: str
@@ -29,20 +30,22 @@ class Gpu:
     flops: float
     memory_bandwidth: float
     link_bandwidth: float
+    host_bandwidth: float
 
 
-# name -> (memory in GiB, memory bandwidth in TB/s, NVLink or PCIe bandwidth in GB/s in one direction), from the data
-# sheets. Memory is the usable part with ECC on, where that is known (79.1 GiB of "80 GB").
+PCIE_4, PCIE_5 = 32, 64  # GB/s of 16 lanes in one direction
+# name -> (memory in GiB, memory bandwidth in TB/s, NVLink or PCIe bandwidth in GB/s in one direction, PCIe bandwidth to
+# the host), from the data sheets. Memory is the usable part with ECC on, where that is known (79.1 GiB of "80 GB").
 DATA_SHEETS = {
-    "h100-80gb": (79.1, 3.35, 450),
-    "h200-141gb": (139.8, 4.8, 450),
-    "h20-96gb": (95.0, 4.0, 450),
-    "b200-180gb": (178.0, 7.7, 900),
-    "a100-80gb": (79.2, 2.04, 300),
-    "a100-40gb": (39.4, 1.56, 300),
-    "l40s-48gb": (44.4, 0.86, 32),
-    "l4-24gb": (22.0, 0.30, 32),
-    "rtx-4090-24gb": (23.5, 1.01, 32),
+    "h100-80gb": (79.1, 3.35, 450, PCIE_5),
+    "h200-141gb": (139.8, 4.8, 450, PCIE_5),
+    "h20-96gb": (95.0, 4.0, 450, PCIE_5),
+    "b200-180gb": (178.0, 7.7, 900, PCIE_5),
+    "a100-80gb": (79.2, 2.04, 300, PCIE_4),
+    "a100-40gb": (39.4, 1.56, 300, PCIE_4),
+    "l40s-48gb": (44.4, 0.86, PCIE_4, PCIE_4),
+    "l4-24gb": (22.0, 0.30, PCIE_4, PCIE_4),
+    "rtx-4090-24gb": (23.5, 1.01, PCIE_4, PCIE_4),
 }
 
 
@@ -53,13 +56,16 @@ def gpu_named(name: str, memory: float | None = None) -> Gpu:
         memory: GiB, in place of the data sheet's. With it a GPU may be unknown; its rates are then nan.
 
     Raises:
-        ValueError: no such GPU.
+        ValueError: no such GPU, or no memory.
     """
+    if memory is not None and memory <= 0:
+        raise ValueError(f"gpu_memory: expected more than 0 GiB, got {memory:g}")
     if memory is not None and name not in DATA_SHEETS:
-        return Gpu(name, int(memory * 2**30), math.nan, math.nan, math.nan)
+        return Gpu(name, int(memory * 2**30), math.nan, math.nan, math.nan, math.nan)
     if name not in DATA_SHEETS:
         raise ValueError(f"gpu: expected one of {', '.join(sorted(DATA_SHEETS))}; got {name!r}")
-    gib, bandwidth, link = DATA_SHEETS[name]
+    gib, bandwidth, link, host = DATA_SHEETS[name]
     flops = peak_flops(name.rpartition("-")[0])
     assert flops is not None
-    return Gpu(name, int((memory or gib) * 2**30), flops, bandwidth * 1e12, link * 1e9)
+    gib = gib if memory is None else memory
+    return Gpu(name, int(gib * 2**30), flops, bandwidth * 1e12, link * 1e9, host * 1e9)

@@ -13,9 +13,9 @@ Activations are within 15 %. Pipelines and vision towers are not compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,9 @@ from rlkit.engines.distributed import BUCKET_BYTES
 from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe, padded_vocabulary
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses._kernels import CHUNK_BYTES
-from rlkit.plan.rehearsal import Rehearsal, Roles, empty
-from rlkit.plan.workload import Workload, longest_batch
+from rlkit.plan.links import Group, LinkBytes, all_gather, all_reduce, all_to_all, group, reduce_scatter, send
+from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles, empty
+from rlkit.plan.workload import PackedRows, Workload, longest_batch, packed_rows
 from rlkit.runs.models import trained_part
 from rlkit.vlm.loading import has_vision
 
@@ -54,12 +55,14 @@ class MicroBatch:
         tokens: in its packed row; a prompt counts once for its answers.
         scored: tokens whose log-probability is computed.
         keys: tokens that the row's segments attend to; a prompt counts once for each of its answers.
+        prompts: prompts that are computed in it, with their images.
         count: number of micro-batches.
     """
 
     tokens: int
     scored: int
     keys: int
+    prompts: int
     count: int
 
 
@@ -84,7 +87,8 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
     config = roles.policy or roles.critic
     data_parallel_size = world // (dims.tensor * dims.pipeline * dims.context)
     workload = longest_batch(cfg, config, data_parallel_size, image_tokens, rows_together=roles.rows_together)
-    micro_batch = largest_micro_batch(workload, cfg.micro_batch_tokens, share_prompts=cfg.share_prompts)
+    packed = packed_rows(workload, cfg.micro_batch_tokens, share_prompts=cfg.share_prompts)
+    micro_batch = largest_micro_batch(workload, packed)
     trained = {name: _model(cfg, getattr(roles, name), name) for name in ("critic", "policy") if getattr(roles, name)}
     stages = []
     for stage in range(dims.pipeline):
@@ -101,6 +105,29 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
         largest_tensor=max(size for size, _ in sizes),
         workload=workload,
         data_parallel_size=data_parallel_size,
+        micro_batches=packed,
+        models=_model_sizes(roles, trained, dims, world),
+    )
+
+
+def _model_sizes(roles: Roles, trained: dict[str, Any], dims: ParallelDims, world: int) -> dict[str, ModelSize]:
+    """The sizes of all models, by role."""
+    models = dict(trained)
+    if roles.reference is not None:
+        models["reference"] = empty(roles.reference, torch.bfloat16).requires_grad_(False)
+    return {name: model_size(model, dims, world) for name, model in models.items()}
+
+
+def model_size(model: Any, dims: ParallelDims, world: int) -> ModelSize:
+    """The sizes of a model on a rank of the stage that has the most weights."""
+    stage = max(stage_parameters(model, dims), key=lambda one: one.dense + one.experts)
+    return ModelSize(
+        parameters=sum(p.numel() for p in model.parameters()),
+        weights=WEIGHT * (stage.dense + stage.experts),
+        trained=stage.trained_dense + stage.trained_experts,
+        owned=owned_weights(stage, dims, world),
+        experts=stage.experts,
+        trained_experts=stage.trained_experts,
     )
 
 
@@ -140,7 +167,7 @@ def _phases(
         phases[f"{prefix}forward and backward"] = {**held, "activations": activations, "logits": logits}
         phases[f"{prefix}optimizer step"] = held
     if hasattr(cfg, "rollout"):
-        phases["weight sync"] = {**resident, **_gathered(cfg, trained, dims)}
+        phases["weight sync"] = {**resident, **_gathered(cfg, trained)}
     return phases
 
 
@@ -163,19 +190,18 @@ def _model(cfg: Any, config: Any, name: str) -> Any:
     return trained_part(cfg, with_value_head(model) if name == "critic" else model, head=name == "critic")
 
 
-def largest_micro_batch(workload: Workload, budget: int, *, share_prompts: bool) -> MicroBatch:
-    """The largest micro-batch that a token budget allows, of rows that are all of the maximum length."""
-    row = workload.prompt + workload.answer
-    group = min(workload.group_size, max(1, (budget - workload.prompt) // workload.answer)) if share_prompts else 1
-    group = max(group, workload.rows_together)
-    part = cost = workload.prompt + group * workload.answer  # a prompt and as many of its answers as fit
-    if workload.rows_together > 1:
-        cost = group * row  # the budget counts a pair's prompt twice, also where it is shared
-        part = part if share_prompts else cost
-    parts = max(1, min(budget // cost, -(-workload.rows // group)))
-    tokens = parts * part
-    keys = tokens + parts * (group * workload.prompt if share_prompts and group > 1 else 0)
-    return MicroBatch(max(tokens, row), parts * group * workload.answer, keys, -(-workload.rows // (parts * group)))
+def largest_micro_batch(workload: Workload, packed: Sequence[PackedRows]) -> MicroBatch:
+    """The largest of a rank's micro-batches."""
+    largest = max(packed, key=lambda one: one.tokens(workload))
+    tokens = largest.tokens(workload)
+    repeated = sum(answers for answers in largest.answers if answers > 1)  # a single answer continues its prompt
+    return MicroBatch(
+        tokens=tokens,
+        scored=largest.rows * workload.answer,
+        keys=tokens + repeated * workload.prompt,
+        prompts=largest.prompts,
+        count=len(packed),
+    )
 
 
 # --- parameters, gradients, optimizer
@@ -222,19 +248,22 @@ def _sharded(model: Any, dims: ParallelDims) -> Iterator[tuple[str, Any, int]]:
 
 
 def state_bytes(stage: StageParameters, dims: ParallelDims, world: int) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state on one rank during a training step.
-
-    Data-parallel ranks share the optimizer's float32 weights and moments; for experts these are the ranks that have the
-    same experts.
-    """
-    data_parallel = world // (dims.tensor * dims.pipeline)  # context ranks included
-    expert_data_parallel = world // (dims.expert * dims.pipeline)
-    optimizer = stage.trained_dense / data_parallel + stage.trained_experts / expert_data_parallel
+    """Bytes of parameters, gradients and optimizer state on one rank during a training step."""
     return {
         "parameters": WEIGHT * (stage.dense + stage.experts),
         "gradients": gradient_bytes(stage),
-        "optimizer": round((MASTER + MOMENTS) * optimizer),
+        "optimizer": round((MASTER + MOMENTS) * owned_weights(stage, dims, world)),
     }
+
+
+def owned_weights(stage: StageParameters, dims: ParallelDims, world: int) -> float:
+    """How many trained weights a rank has the optimizer's state of, as float32 weights and moments.
+
+    Data-parallel ranks share it; for experts these are the ranks that have the same experts.
+    """
+    data_parallel = world // (dims.tensor * dims.pipeline)  # context ranks included
+    expert_data_parallel = world // (dims.expert * dims.pipeline)
+    return stage.trained_dense / data_parallel + stage.trained_experts / expert_data_parallel
 
 
 def gradient_bytes(stage: StageParameters) -> int:
@@ -273,8 +302,8 @@ def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch) -> int
     head_size = getattr(text, "head_dim", None) or hidden // heads
     queries, keys = heads * head_size // tensor, text.num_key_value_heads * head_size // tensor
     tokens = micro_batch.tokens / dims.context
-    sharing = tensor if dims.sequence_parallel else 1
-    numbers = tokens * (4 * hidden / sharing + 3 * queries + 3 * keys + 4 * head_size)
+    sequence_shards = tensor if dims.sequence_parallel else 1
+    numbers = tokens * (4 * hidden / sequence_shards + 3 * queries + 3 * keys + 4 * head_size)
     if text.model_type.startswith("qwen3"):  # norms of queries and keys
         numbers += tokens * (queries + keys)
     if dims.context > 1:
@@ -282,9 +311,10 @@ def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch) -> int
     elif micro_batch.keys > micro_batch.tokens:
         numbers += 2 * keys * micro_batch.keys
     if is_moe(text):
-        routed = tokens / sharing * text.num_experts_per_tok
+        routed = tokens / sequence_shards * text.num_experts_per_tok
         numbers += routed * (hidden + 6 * text.moe_intermediate_size)
-        return round(WEIGHT * numbers + tokens / sharing * 8 * text.num_experts)  # float32 logits and probabilities
+        router = tokens / sequence_shards * 8 * text.num_experts  # float32 logits and probabilities
+        return round(WEIGHT * numbers + router)
     return round(WEIGHT * (numbers + tokens * 5 * text.intermediate_size / tensor))
 
 
@@ -298,14 +328,13 @@ def activation_bytes(
     """
     text = config.get_text_config()
     layers, of_layer = text.num_hidden_layers // dims.pipeline, layer_bytes(config, dims, micro_batch)
-    sharing = dims.tensor if dims.sequence_parallel else 1
+    sequence_shards = dims.tensor if dims.sequence_parallel else 1
     hidden = WEIGHT * micro_batch.tokens // dims.context * text.hidden_size
-    kept = layers * hidden // sharing if cfg.enable_gradient_checkpointing else layers * of_layer
+    kept = layers * hidden // sequence_shards if cfg.enable_gradient_checkpointing else layers * of_layer
     in_flight = min(dims.pipeline - stage, micro_batch.count)
     total = in_flight * kept + (of_layer if cfg.enable_gradient_checkpointing else 0)
     if has_vision(config) and stage == 0 and not cfg.freeze_vision_tower:
-        images = -(-micro_batch.tokens // (workload.prompt + workload.group_size * workload.answer))
-        total += in_flight * images * tower_bytes(config, workload.image_patches(config))
+        total += in_flight * micro_batch.prompts * tower_bytes(config, workload.image_patches(config))
     return total
 
 
@@ -330,7 +359,7 @@ def head_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch) -> int:
     return WEIGHT * chunk * vocabulary + (MASTER + WEIGHT) * vocabulary * hidden + WEIGHT * rows * hidden
 
 
-def _gathered(cfg: Any, trained: dict[str, Any], dims: ParallelDims) -> dict[str, int]:
+def _gathered(cfg: Any, trained: dict[str, Any]) -> dict[str, int]:
     """Bytes of the hand-over: one bucket of matrices with their parts; the whole model if transformers samples.
 
     A matrix that is larger than a bucket is gathered alone.
@@ -344,67 +373,92 @@ def _gathered(cfg: Any, trained: dict[str, Any], dims: ParallelDims) -> dict[str
 # --- communication
 
 
-def link_bytes(cfg: Any, config: Any, rehearsal: Rehearsal, world: int) -> float:
-    """Bytes that one rank sends in a training step, as the sum of two estimates.
+class Groups(NamedTuple):
+    """A rank's groups. Megatron orders ranks by tensor, context, (expert,) data and pipeline, the first the fastest.
 
-    The first is that of the pipeline stage which sends the most, embedding and output layer included: the float32
-    gradients that data-parallel ranks sum, and the bfloat16 weights that they gather after the update
-    (`state_link_bytes`). The second is that of a middle stage: the activations of forward and backward
-    (`activation_link_bytes`). With gradient checkpointing each layer runs forward twice.
-
-    Not counted: activations of the embedding and of the output layer, the sum of the gradients of tied weights between
-    the first and the last stage, and metrics.
+    Attributes:
+        data: ranks with the same part of the dense weights, context ranks included.
+        expert_data: ranks with the same experts.
     """
-    dims = ParallelDims(**cfg.parallel)
-    model = _model(cfg, config, "policy")
-    states = max(state_link_bytes(stage, dims, world) for stage in stage_parameters(model, dims))
-    forwards = 2 if cfg.enable_gradient_checkpointing else 1
-    return states + activation_link_bytes(config, dims, rehearsal.workload, forwards=forwards, backwards=1)
+
+    tensor: Group
+    context: Group
+    expert: Group
+    pipeline: Group
+    data: Group
+    expert_data: Group
 
 
-def state_link_bytes(stage: StageParameters, dims: ParallelDims, world: int) -> float:
-    """Bytes of gradients and updated weights that one rank sends to the ranks with the same part of the model."""
-    dense = stage.trained_dense * _others(world // (dims.tensor * dims.pipeline))
-    experts = stage.trained_experts * _others(world // (dims.expert * dims.pipeline))
-    return (GRADIENT + WEIGHT) * (dense + experts)
+def groups(dims: ParallelDims, world: int, gpus_per_node: int) -> Groups:
+    """The groups of a rank, among `world` ranks."""
+    tensor, pipeline, context, _, expert = dims
+    return Groups(
+        tensor=group(tensor, 1, gpus_per_node),
+        context=group(context, tensor, gpus_per_node),
+        expert=group(expert, 1, gpus_per_node),  # tensor ranks have whole experts
+        pipeline=group(pipeline, world // pipeline, gpus_per_node),
+        data=group(world // (tensor * pipeline), tensor, gpus_per_node),
+        expert_data=group(world // (expert * pipeline), expert, gpus_per_node),
+    )
+
+
+def update_link_bytes(size: ModelSize, ranks: Groups) -> LinkBytes:
+    """Bytes of an optimizer step: float32 gradients are summed into shards, updated weights gathered in bfloat16."""
+    experts = size.trained_experts
+    dense = size.trained - experts
+    return (
+        reduce_scatter(GRADIENT * dense, ranks.data)
+        + reduce_scatter(GRADIENT * experts, ranks.expert_data)
+        + all_gather(WEIGHT * dense, ranks.data)
+        + all_gather(WEIGHT * experts, ranks.expert_data)
+    )
 
 
 def activation_link_bytes(
-    config: Any, dims: ParallelDims, workload: Workload, *, forwards: int, backwards: int
-) -> float:
-    """Bytes of activations, and of their gradients, that one rank of a middle pipeline stage sends.
+    config: Any, dims: ParallelDims, ranks: Groups, tokens: float, *, forwards: int, backwards: int
+) -> LinkBytes:
+    """Bytes of activations, and of their gradients, that a rank of a middle pipeline stage receives.
 
-    Per token of this rank, H hidden units, K key units and the degrees of parallelism, in numbers:
+    For its t tokens, in each layer, with H hidden and K key units:
 
-    - tensor: an all-reduce of H after attention, and one after a dense MLP, in each pass
-    - sequence: an all-gather of H in backward for each of these, since layers keep only their part of an input
-    - context: keys and values, which all ranks gather; in backward their gradients
-    - expert: H to each of the token's experts, and H back from them, in each pass
-    - pipeline: H to the next stage in the first forward; its gradient to the stage before in backward
+    - tensor: an all-reduce of t H numbers after attention, and one after a dense MLP, in each pass
+    - sequence: an all-gather of t H in backward for each of these, since layers keep only their part of an input
+    - context: an all-gather of keys and values, which all ranks need; in backward a reduce-scatter of their gradients
+    - expert: an all-to-all of t H to each of the token's experts, and one back from them, in each pass
+
+    A pipeline sends t H numbers to the next stage in the first forward; their gradient to the one before in backward.
+    Not counted: activations of the embedding and of the output layer, the sum of the gradients of tied weights between
+    the first and the last stage, and metrics.
 
     Args:
         config: of the transformers model.
-        dims: degrees of parallelism.
-        workload: rows of one rank.
+        dims, ranks: degrees of parallelism, and the groups.
+        tokens: of all micro-batches of a rank, before context ranks share them.
         forwards: how often each layer runs forward.
         backwards: 0 for scoring, 1 for training.
     """
     text, passes = config.get_text_config(), forwards + backwards
-    hidden, sharing = text.hidden_size, dims.tensor if dims.sequence_parallel else 1
-    head_size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-    parts = 1 if is_moe(text) else 2  # attention, and a dense MLP
-    numbers = parts * passes * 2 * _others(dims.tensor) * hidden
+    tokens = tokens / dims.context
+    hidden = WEIGHT * tokens * text.hidden_size
+    sequence_shards = dims.tensor if dims.sequence_parallel else 1
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    keys = WEIGHT * tokens * text.num_key_value_heads * head_size / dims.tensor
+    blocks = 1 if is_moe(text) else 2  # attention, and a dense MLP
+    layer = blocks * passes * all_reduce(hidden, ranks.tensor)
     if dims.sequence_parallel:
-        numbers += parts * backwards * _others(dims.tensor) * hidden
-    numbers += passes * (dims.context - 1) * 2 * text.num_key_value_heads * head_size / dims.tensor
+        layer += blocks * backwards * all_gather(hidden, ranks.tensor)
+    layer += passes * all_gather(2 * keys * dims.context, ranks.context)
     if is_moe(text):
-        numbers += passes * 2 * _others(dims.expert) * text.num_experts_per_tok * hidden / sharing
-    tokens = workload.prompts * (workload.prompt + workload.group_size * workload.answer) / dims.context
+        routed = text.num_experts_per_tok * hidden / sequence_shards
+        layer += passes * 2 * all_to_all(routed, ranks.expert)
     layers = text.num_hidden_layers / dims.pipeline
     neighbours = min(dims.pipeline - 1, 1 + backwards)
-    return WEIGHT * tokens * (layers * numbers + neighbours * hidden / sharing)
+    return layers * layer + neighbours * send(hidden / sequence_shards, ranks.pipeline)
 
 
-def _others(ranks: int) -> float:
-    """The share of a tensor that is sent when ranks that share it gather it, or sum it into shards."""
-    return (ranks - 1) / ranks
+def sync_link_bytes(size: ModelSize, dims: ParallelDims, ranks: Groups) -> LinkBytes:
+    """Bytes of a weight sync: each stage gathers its matrices and experts, and sends them to all other stages."""
+    whole = WEIGHT * size.parameters
+    experts = WEIGHT * size.experts * dims.expert
+    dense = whole / dims.pipeline - experts
+    return all_gather(dense, ranks.tensor) + all_gather(experts, ranks.expert) + all_gather(whole, ranks.pipeline)

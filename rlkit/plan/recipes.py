@@ -76,6 +76,9 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
     teacher = getattr(cfg, "teacher", "")
     if teacher and not cfg.teacher_servers:
         reference = load_config(teacher, trust_remote_code=cfg.trust_remote_code)
+    whole_vocabulary = "output_layer" in called_names and cfg.loss != "sampled_token" and not cfg.teacher_top_k
+    if whole_vocabulary and reference is None:
+        raise ValueError(f"teacher_top_k: expected at least 1 for --loss {cfg.loss} without a teacher here, got 0")
     critic = None
     if "build_value_engine" in called_names:
         path = getattr(cfg, "critic_model", "")
@@ -88,6 +91,6 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
         critic,
         reference,
         adapter_reference=has_reference and bool(cfg.lora_rank),
-        whole_vocabulary="output_layer" in called_names and cfg.loss != "sampled_token" and not cfg.teacher_top_k,
+        whole_vocabulary=whole_vocabulary,
         rows_together=2 if "load_pairs" in called_names else 1,
     )

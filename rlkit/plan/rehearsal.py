@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
@@ -17,10 +18,11 @@ from rlkit.engines.fsdp.sharded_loading import made_of_full_tensors
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses import jsd_loss, token_mean
+from rlkit.plan.cache import HALF
 from rlkit.plan.fake_ranks import fake_ranks
 from rlkit.plan.kernels import use_own_attention, use_planned_attention
 from rlkit.plan.ledger import GATHERED, Ledger
-from rlkit.plan.workload import Workload, largest_micro_batches, longest_batch
+from rlkit.plan.workload import PackedRows, Workload, largest_micro_batches, longest_batch, packed_rows
 from rlkit.rollout.servers.weight_transfer import buckets
 from rlkit.runs.models import shared_options, trained_part, training_engine
 from rlkit.runs.options import sends_adapters
@@ -50,6 +52,28 @@ class Roles:
     rows_together: int = 1
 
 
+class ModelSize(NamedTuple):
+    """Sizes of a model, with which `rlkit.plan.roofline` counts operations and bytes of a rank.
+
+    Attributes:
+        parameters: number of parameters of the whole model.
+        weights: bytes of the weights that a rank reads in a pass over a micro-batch: 16 bits each, or NF4 codes with
+            their scales. fsdp2 gathers all of them; in Megatron they are those of a stage.
+        root: bytes of these that fsdp2 gathers once for forward and backward: all outside of the layers.
+        trained: how many of these weights are trained.
+        owned: how many trained weights the rank has the optimizer's state of.
+        experts, trained_experts: how many of the weights, and of the trained ones, are experts in Megatron.
+    """
+
+    parameters: int
+    weights: int
+    root: int = 0
+    trained: int = 0
+    owned: float = 0
+    experts: int = 0
+    trained_experts: int = 0
+
+
 @dataclass
 class Rehearsal:
     """Memory of rank 0 in a rehearsed step, and the sizes that it depends on.
@@ -64,6 +88,8 @@ class Rehearsal:
         workload: rows of this rank.
         data_parallel_size: number of ranks with different rows.
         made_of_full: number of elements of the parameters that each rank makes of full tensors on the host.
+        micro_batches: all rows of this rank.
+        models: sizes of the models by role: policy, critic, reference.
     """
 
     peaks: dict[str, dict[str, int]]
@@ -74,6 +100,8 @@ class Rehearsal:
     largest_tensor: int
     workload: Workload
     data_parallel_size: int
+    micro_batches: Sequence[PackedRows] = ()
+    models: Mapping[str, ModelSize] = field(default_factory=dict)
     made_of_full: int = 0
 
 
@@ -118,6 +146,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     size, rows_together = first.data_parallel_size, roles.rows_together
     workload = longest_batch(cfg, config, size, image_tokens, rows_together=rows_together)
     batch = largest_micro_batches(workload, config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
+    sizes = {name: _model_size(engine.module) for name, engine in engines.items()}
     resident = _run_phases(cfg, roles, engines, batch, ledger)
     return Rehearsal(
         peaks=_of_later_steps(ledger.peaks, resident, several_updates=_updates_per_batch(cfg) > 1),
@@ -129,6 +158,8 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
         workload=workload,
         data_parallel_size=size,
         made_of_full=counts.made_of_full,
+        micro_batches=packed_rows(workload, cfg.micro_batch_tokens, share_prompts=first.share_prompts),
+        models=sizes,
     )
 
 
@@ -223,6 +254,20 @@ def _options(cfg: Any, config: Any) -> dict[str, Any]:
     cfg = replace(cfg, use_torch_compile=False)
     suppressed = {"suppressed_token_ids": torch.tensor([0])} if has_vision(config) else {}
     return {"device": "cpu", "compute_dtype": torch.bfloat16, **shared_options(cfg, None), **suppressed}
+
+
+def _model_size(module: torch.nn.Module) -> ModelSize:
+    """The sizes of a model after `fully_shard`."""
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule) and unit is not module]
+    in_units = {id(p) for unit in units for p in unit.parameters()}
+    weights = {id(p): p.numel() * (1 if p.dtype == torch.uint8 else HALF) for p in module.parameters()}
+    return ModelSize(
+        parameters=sum(weight_counts(module)),
+        weights=sum(weights.values()),
+        root=sum(size for key, size in weights.items() if key not in in_units),
+        trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        owned=sum(x.numel() for x in local(p for p in module.parameters() if p.requires_grad)),
+    )
 
 
 class Counts(NamedTuple):

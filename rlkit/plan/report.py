@@ -11,9 +11,9 @@ import torch
 from rlkit.engines.export import FILE_BYTES
 from rlkit.engines.flops import flops_obstacle
 from rlkit.plan.fit import GIB, Plan
-from rlkit.plan.hardware import HOST_BYTES_PER_SECOND, USABLE
+from rlkit.plan.hardware import NETWORK_BANDWIDTH, USABLE
 from rlkit.plan.rehearsal import Roles
-from rlkit.plan.roofline import costs, link_bandwidth
+from rlkit.plan.roofline import costs
 from rlkit.plan.sampler import SamplerMemory
 from rlkit.plan.workload import Workload
 from rlkit.runs.options import sends_adapters
@@ -44,8 +44,8 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         f"{config.model_type}: {rehearsal.parameters / 1e9:.2f}B parameters, {rehearsal.trainable / 1e9:.3f}B trained, "
         f"on {world} x {gpu.name}; planned without a GPU, with torch {torch.__version__}, transformers "
         f"{transformers.__version__}, Python {platform.python_version()}",
-        f"each rank: {rows(workload)}",
-        *([servers(plan.sampler)] if plan.sampler.servers else []),
+        f"each rank: {describe_rows(workload)}",
+        *([describe_servers(plan.sampler)] if plan.sampler.servers else []),
         *(f"not planned: {part}" for part in not_planned(cfg, config, workload, plan.sampler)),
         "",
         "GiB a rank, at the peak of each phase"
@@ -62,12 +62,15 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
     return "\n".join(lines)
 
 
-def rows(workload: Workload) -> str:
+def describe_rows(workload: Workload) -> str:
     """The rows of a rank, in words."""
-    return (
-        f"{workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
-        f"{workload.group_size} answers of {workload.answer} tokens to each"
-    )
+    prompts = f"{_counted(workload.prompts, 'prompt')} of {_counted(workload.prompt, 'token')}"
+    answers = f"{_counted(workload.group_size, 'answer')} of {_counted(workload.answer, 'token')} to each"
+    return f"{prompts} ({workload.image_tokens} of images), {answers}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -75,17 +78,17 @@ def summary(plan: Plan) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         "verdict": verdict(plan),
-        "rows": rows(plan.rehearsal.workload),
+        "rows": describe_rows(plan.rehearsal.workload),
         "phases": plan.phases,
     }
 
 
-def servers(sampler: SamplerMemory) -> str:
+def describe_servers(sampler: SamplerMemory) -> str:
     """The sampling servers, in words."""
     assert sampler.servers is not None
-    count = sampler.servers.gpus // sampler.tensor_parallel
+    count, gpus = sampler.servers.gpus // sampler.tensor_parallel, _counted(sampler.tensor_parallel, "GPU")
     return (
-        f"servers: {count} on {sampler.tensor_parallel} GPUs each; each generates {sampler.rows} answers in a step, "
+        f"servers: {count} on {gpus} each; each generates {_counted(sampler.rows, 'answer')} in a step, "
         f"{min(sampler.rows, sampler.sequences)} of them at once"
     )
 
@@ -114,10 +117,10 @@ def samples_on_servers(cfg: Any) -> bool:
 def memory_table(phases: dict[str, dict[str, int]]) -> str:
     """GiB by phase and kind, as a Markdown table."""
     kinds = [kind for kind in KINDS if any(sizes.get(kind) for sizes in phases.values())]
-    rows = [["phase", *kinds, "sum"], ["---", *["---:"] * (len(kinds) + 1)]]
+    table = [["phase", *kinds, "sum"], ["---", *["---:"] * (len(kinds) + 1)]]
     for name, sizes in phases.items():
-        rows.append([name, *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{sum(sizes.values()) / GIB:.1f}"])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        table.append([name, *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{sum(sizes.values()) / GIB:.1f}"])
+    return "\n".join("| " + " | ".join(row) + " |" for row in table)
 
 
 def _gib(size: int) -> str:
@@ -153,36 +156,51 @@ def host_memory(cfg: Any, config: Any, plan: Plan, world: int, gpus_per_node: in
 
 def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:
     """FLOPs, bytes and the lower bound of seconds by phase, as a Markdown table; or why there is none."""
-    link = link_bandwidth(plan.gpu, world, gpus_per_node)
-    config = roles.policy or roles.critic
-    if why := flops_obstacle(config):
-        return f"no floor of seconds, since the FLOPs of {config.model_type} are not known: {why}"
-    if math.isnan(plan.gpu.flops):
-        return f"no floor of seconds, since the rates of a {plan.gpu.name} are not known"
-    has_reference = roles.reference is not None or roles.adapter_reference
-    models = (roles.policy is not None) + (roles.critic is not None)
-    phases = costs(cfg, config, plan.rehearsal, plan.sampler, world, has_reference=has_reference, models=models)
-    copies = any(cost.host for cost in phases.values())
-    to_host = f", bytes / {HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s to and from the host" if copies else ""
-    rows = [
-        f"a floor of seconds, the longest of: FLOPs / {plan.gpu.flops / 1e12:.0f} TFLOP/s, bytes / "
-        f"{plan.gpu.memory_bandwidth / 1e12:g} TB/s of memory, bytes / {link / 1e9:.0f} GB/s of link{to_host}",
-        "| phase | TFLOPs | GB of memory | GB of link | seconds | limited by |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
+    gpu = plan.gpu
+    for config in filter(None, (roles.policy, roles.critic, roles.reference)):
+        if why := flops_obstacle(config):
+            return f"no floor of seconds, since the FLOPs of {config.model_type} are not known: {why}"
+    if math.isnan(gpu.flops):
+        return f"no floor of seconds, since the rates of a {gpu.name} are not known"
+    phases = costs(cfg, roles, plan.rehearsal, plan.sampler, world, gpus_per_node)
+    rates = [f"FLOPs / {gpu.flops / 1e12:.0f} TFLOP/s", f"bytes / {gpu.memory_bandwidth / 1e12:g} TB/s of memory"]
+    rates.append(f"bytes / {gpu.link_bandwidth / 1e9:.0f} GB/s of link")
+    if world > gpus_per_node:
+        rates.append(f"bytes / {NETWORK_BANDWIDTH / 1e9:.0f} GB/s of network")
+    if any(cost.host for cost in phases.values()):
+        rates.append(f"bytes / {gpu.host_bandwidth / 1e9:.0f} GB/s to and from the host")
+    table = [
+        f"a floor of seconds, the longest of: {', '.join(rates)}",
+        "| phase | TFLOPs | GB of memory | GB of link | GB of network | seconds | limited by |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     totals = dict[str, float]()
     for name, cost in phases.items():
-        seconds = cost.seconds(plan.gpu, link)
+        seconds = cost.seconds(gpu)
         limit = max(seconds, key=lambda resource: seconds[resource])
         totals[name] = seconds[limit]
-        numbers = f"{cost.flops / 1e12:.0f} | {cost.memory / 1e9:.0f} | {cost.link / 1e9:.0f} | {seconds[limit]:.1f}"
-        rows.append(f"| {name} | {numbers} | {limit} |")
+        sizes = (cost.flops / 1e12, cost.memory / 1e9, cost.link.machine / 1e9, cost.link.network / 1e9)
+        table.append(" | ".join([f"| {name}", *(f"{size:.0f}" for size in sizes), f"{totals[name]:.1f}", f"{limit} |"]))
     generation = totals.pop("generate", 0.0)
     if samples_ahead(cfg):
         step, note = max(generation, sum(totals.values())), " the longer of generate and the rest"
     else:
         step, note = generation + sum(totals.values()), ""
-    return "\n".join([*rows, f"| step | | | | {step:.1f} |{note} |"])
+    table.append(f"| step | | | | | {step:.1f} |{note} |")
+    return "\n".join([*table, *reservations(roles, plan)])
+
+
+def reservations(roles: Roles, plan: Plan) -> list[str]:
+    """Where the floor may be above the real time."""
+    text, sampler = (roles.policy or roles.critic).get_text_config(), plan.sampler
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    sequences = min(sampler.rows, sampler.sequences)
+    if not experts or (share := 1 - (1 - text.num_experts_per_tok / experts) ** sequences) > 0.95:
+        return []
+    return [
+        f"generate counts the weights of all experts for each token; {_counted(sequences, 'sequence')} at once use "
+        f"{share:.0%} of them if tokens are spread evenly"
+    ]
 
 
 def samples_ahead(cfg: Any) -> bool:
@@ -193,15 +211,17 @@ def samples_ahead(cfg: Any) -> bool:
 def verdict(plan: Plan) -> str:
     """One sentence: whether the run fits, with the numbers."""
     limit, gpu = USABLE * plan.gpu.memory / GIB, plan.gpu
-    usable_memory = f"of the {limit:.1f} GiB that can be used of a {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
+    usable_memory = f"of {limit:.1f} GiB usable on {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
     if plan.too_large:
         phases = ", ".join(f"{name} {sum(plan.phases[name].values()) / GIB:.1f}" for name in plan.too_large)
         return f"does not fit: {phases} GiB {usable_memory}"
-    if not plan.sampler.sequences and plan.sampler.servers:
+    if plan.sampler.sequences:
+        return f"fits: {plan.peak / GIB:.1f} GiB {usable_memory}"
+    if plan.sampler.servers:
         return "does not fit: the servers' cache has no room for one sequence; raise --server_tensor_parallel"
-    if not plan.sampler.sequences:
-        return (
-            "does not fit: the sampler's cache has no room for one sequence; raise --gpu_memory_utilization, or split "
-            "the sampler with --rollout_options tensor_parallel_size"
-        )
-    return f"fits: {plan.peak / GIB:.1f} GiB {usable_memory}"
+    most, share = plan.sampler.utilization, plan.sampler.share
+    larger = f"raise --gpu_memory_utilization, at most to {most:g}, or " if most and share and share < most else ""
+    return (
+        f"does not fit: the sampler's cache has no room for one sequence; {larger}split the sampler with "
+        "--rollout_options tensor_parallel_size"
+    )

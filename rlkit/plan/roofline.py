@@ -1,25 +1,35 @@
 """Roofline estimate of a step's duration. Each phase takes
 
-    max(FLOPs / peak FLOP/s, bytes / memory bandwidth, bytes / link bandwidth, bytes / host bandwidth)
+    max(FLOPs / peak FLOP/s, bytes of memory / memory bandwidth, bytes of links / link bandwidth,
+        bytes of the network / network bandwidth, bytes to and from the host / host bandwidth)
 
 seconds. This is a lower bound: it assumes that compute, memory, communication and copies to and from the host overlap
 completely and run at the speed of the data sheet. A compute-bound phase at 40 % MFU takes two and a half times as long.
+
+In the formulas, a rank has n micro-batches. F is the number of FLOPs of a forward pass over all of them
+(`rlkit.engines.flops`), W the bytes of the weights that it reads in one pass, R those outside of the layers, which
+FSDP gathers once for forward and backward, T the number of weights that it trains, and O the number of those whose
+optimizer state it has. What a collective puts on each link is in `rlkit.plan.links`.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from rlkit.engines.flops import forward_flops
 from rlkit.engines.megatron.supported import ParallelDims
+from rlkit.plan import megatron
 from rlkit.plan.cache import HALF
-from rlkit.plan.hardware import HOST_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND, Gpu
-from rlkit.plan.megatron import activation_link_bytes, link_bytes
-from rlkit.plan.rehearsal import Rehearsal
+from rlkit.plan.hardware import NETWORK_BANDWIDTH, Gpu
+from rlkit.plan.links import Group, LinkBytes, all_gather, all_reduce, group, reduce_scatter
+from rlkit.plan.rehearsal import Rehearsal, Roles
 from rlkit.plan.sampler import SamplerMemory, sequence_bytes
 from rlkit.plan.workload import Workload
 from rlkit.runs.options import sends_adapters
+
+GRADIENT = 4  # bytes of a gradient that is summed over ranks: float32
+ADAMW = 28  # bytes of memory for a weight in a step: weight, gradient and two moments are read, all but one written
 
 
 @dataclass(frozen=True)
@@ -29,151 +39,211 @@ class Cost:
     Attributes:
         flops: floating-point operations.
         memory: bytes read from and written to the GPU's memory.
-        link: bytes sent to other GPUs.
+        link: bytes received from other GPUs.
         host: bytes copied from and to host memory.
     """
 
     flops: float = 0.0
     memory: float = 0.0
-    link: float = 0.0
+    link: LinkBytes = LinkBytes()
     host: float = 0.0
 
-    def seconds(self, gpu: Gpu, link: float) -> dict[str, float]:
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.flops + other.flops, self.memory + other.memory, self.link + other.link, self.host + other.host
+        )
+
+    def seconds(self, gpu: Gpu) -> dict[str, float]:
         """Seconds that compute, memory traffic, communication and copies to the host would each take alone."""
         return {
             "compute": self.flops / gpu.flops,
             "memory": self.memory / gpu.memory_bandwidth,
-            "link": self.link / link,
-            "host": self.host / HOST_BYTES_PER_SECOND,
+            "link": self.link.machine / gpu.link_bandwidth,
+            "network": self.link.network / NETWORK_BANDWIDTH,
+            "host": self.host / gpu.host_bandwidth,
         }
 
 
-def link_bandwidth(gpu: Gpu, world: int, gpus_per_node: int) -> float:
-    """Bytes per second between ranks: that of the network if the run spans several machines."""
-    return gpu.link_bandwidth if world <= gpus_per_node else NETWORK_BYTES_PER_SECOND
-
-
-def rank_flops(config: Any, workload: Workload) -> int:
-    """FLOPs of one forward pass over all rows of a rank. Each prompt is computed once."""
-    prompt = (workload.prompt, 0)
-    answers = [(workload.answer, workload.prompt)] * workload.group_size
-    patches = workload.image_patches(config)
-    group_flops = forward_flops(
-        config, [prompt, *answers], workload.group_size * workload.answer, [patches] if patches else []
-    )
-    return group_flops * workload.prompts
-
-
 def costs(
-    cfg: Any, config: Any, rehearsal: Rehearsal, sampler: SamplerMemory, world: int, *, has_reference: bool, models: int
+    cfg: Any, roles: Roles, rehearsal: Rehearsal, sampler: SamplerMemory, world: int, gpus_per_node: int
 ) -> dict[str, Cost]:
     """The cost of each phase of a step on one rank.
 
-    Args:
-        cfg: options of the recipe.
-        config: configuration of the policy.
-        rehearsal, sampler: memory in the plan.
-        world: number of ranks.
-        has_reference: whether a reference model, or the policy without its adapters, scores all rows.
-        models: number of trained models: 2 with a critic, which is assumed to have the policy's size.
-
+    With a critic, or several updates on a batch, the policy scores all rows before the first update ("old logprobs"),
     With a critic, or several updates on a batch, the policy scores all rows before the first update ("old logprobs"),
     and so does the critic ("values"). KTO's policy and reference score the answers to other prompts ("baseline"), which
     take less memory than training.
+
+    Args:
+        cfg: options of the recipe.
+        roles: models of the recipe.
+        rehearsal, sampler: memory in the plan.
+        world: number of ranks.
+        gpus_per_node: ranks of a machine.
     """
-    step = _step_size(cfg, config, rehearsal, world)
+    ranks = (cfg, rehearsal, world, gpus_per_node)
     phases = {}
-    samples = hasattr(cfg, "rollout")
+    samples, has_both = hasattr(cfg, "rollout"), roles.policy is not None and roles.critic is not None
     if samples and cfg.max_new_tokens:
-        phases["generate"] = _generation_cost(cfg, config, rehearsal.workload, sampler, step.weights)
-    if models > 1 or _updates(cfg) > 1 or getattr(cfg, "mini_batches", 1) > 1:
-        phases["old logprobs"] = _scoring_cost(cfg, config, rehearsal, step)
-    if has_reference:
-        phases["reference"] = _scoring_cost(cfg, config, rehearsal, step)
+        phases["generate"] = generation(cfg, roles.policy, rehearsal, sampler)
+    if has_both or _updates(cfg) > 1 or getattr(cfg, "mini_batches", 1) > 1:
+        phases["old logprobs"] = scoring("policy", roles.policy, *ranks)
+    if roles.adapter_reference:
+        phases["reference"] = scoring("policy", roles.policy, *ranks)
+    elif roles.reference is not None:
+        phases["reference"] = scoring("reference", roles.reference, *ranks)
     if getattr(cfg, "baseline", False):
-        passes = [_scoring_cost(cfg, config, rehearsal, step)] * (1 + has_reference)
-        phases["baseline"] = Cost(*(sum(numbers) for numbers in zip(*map(astuple, passes), strict=True)))
-    if models > 1:
-        phases["values"] = _scoring_cost(cfg, config, rehearsal, step)
-    phases["train"] = _training_cost(cfg, config, rehearsal, step, world, models)
+        phases["baseline"] = scoring("policy", roles.policy, *ranks)
+        if "reference" in phases:
+            phases["baseline"] += phases["reference"]
+    if has_both:
+        phases["values"] = scoring("critic", roles.critic, *ranks)
+    phases["train"] = Cost(host=2 * rehearsal.host)  # brought back from the host and put away again, at least once
+    for role, config in (("policy", roles.policy), ("critic", roles.critic)):
+        if config is not None:
+            phases["train"] += training(role, config, *ranks)
     if samples:
-        phases["weight sync"] = _sync_cost(cfg, rehearsal, sampler, step)
+        phases["weight sync"] = weight_sync(sampler, *ranks)
     return phases
 
 
-class _StepSize(NamedTuple):
-    """Sizes of a step on which several phases depend.
+def generation(cfg: Any, config: Any, rehearsal: Rehearsal, sampler: SamplerMemory) -> Cost:
+    """Prefill of each prompt once, then decoding: with A tokens for each of N answers, of which S are decoded at once,
 
-    Attributes:
-        forward: FLOPs of one forward pass over all rows of a rank.
-        micro_batches: number of micro-batches of a rank.
-        weights: bytes of the policy's weights in 16 bits.
-        others: share of a sharded model that is on the other ranks.
+        FLOPs   F, with the prompt of each group computed once
+        memory  ceil(N / S) A W + N A cache:  one read of the weights for S tokens, one of the cache for each token
+
+    The cache is that of a half-written answer. The GPUs of a vLLM engine share its work equally; what they send each
+    other is not counted. For servers whose number is not given it assumes one sampling GPU per rank, of the same kind,
+    with room for all answers.
     """
+    workload, gpus = rehearsal.workload, sampler.tensor_parallel
+    sequences = max(1, min(sampler.rows, sampler.sequences))
+    rounds = -(-sampler.rows // sequences)
+    tokens = min(workload.answer, getattr(cfg, "max_turns", 1) * cfg.max_new_tokens)  # a tool may write the others
+    cache = sequence_bytes(config, workload.prompt + workload.answer // 2, gpus)
+    weights = sampler.weights or HALF * rehearsal.models["policy"].parameters
+    flops = rows_flops(config, workload, workload.prompts) * sampler.rows / workload.rows / gpus
+    return Cost(flops, rounds * tokens * weights + sampler.rows * tokens * cache)
 
-    forward: float
-    micro_batches: int
-    weights: int
-    others: float
+
+def scoring(role: str, config: Any, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int) -> Cost:
+    """One forward pass over all rows.
+
+        FLOPs   F
+        memory  n W
+        links   fsdp2: an all-gather of n (W - R) + R;  megatron: of activations
+
+    Args:
+        role: of the model: policy, critic or reference.
+        config: its configuration.
+    """
+    n, size = len(rehearsal.micro_batches), rehearsal.models[role]
+    if cfg.engine == "megatron":
+        link = _activations(config, cfg, rehearsal, world, gpus_per_node, forwards=1, backwards=0)
+    else:
+        shard, _ = fsdp_groups(cfg, world, gpus_per_node)
+        link = all_gather(n * (size.weights - size.root) + size.root, shard)
+    return Cost(_rank_flops(role, config, rehearsal, world), n * size.weights, link)
 
 
-def _step_size(cfg: Any, config: Any, rehearsal: Rehearsal, world: int) -> _StepSize:
-    workload, model_parallel = rehearsal.workload, world // rehearsal.data_parallel_size
-    tokens = workload.prompts * (workload.prompt + workload.group_size * workload.answer)
-    micro_batches = max(1, -(-tokens // max(cfg.micro_batch_tokens, workload.prompt + workload.answer)))
-    forward = rank_flops(config, workload) / model_parallel
-    return _StepSize(forward, micro_batches, HALF * rehearsal.parameters, (world - 1) / world)
+def training(role: str, config: Any, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int) -> Cost:
+    """All updates of a model on the rows of a rank. For each update:
+
+        FLOPs   (1 + 2) F, or (1 + 1) F if only adapters are trained; F more with gradient checkpointing;
+                one F for a vision tower that is frozen, as it is below adapters
+        memory  n (2 W + 2 T) + 28 O; n W more with gradient checkpointing
+        links   fsdp2: an all-gather of n (2 W - R), a reduce-scatter of the float32 gradients 4 n T, and between the
+                replicas of hybrid sharding an all-reduce of their shards;
+                megatron: activations in all passes, and once the gradients and the updated weights
+
+    Memory: weights are read for forward and backward, gradients written in 16 bits, and AdamW reads and writes its
+    shard of the state.
+    """
+    n, size, recomputes = len(rehearsal.micro_batches), rehearsal.models[role], bool(cfg.enable_gradient_checkpointing)
+    passes = 1 + (1 if cfg.lora_rank else 2) + recomputes
+    if cfg.engine == "megatron":
+        link = megatron.update_link_bytes(size, megatron.groups(ParallelDims(**cfg.parallel), world, gpus_per_node))
+        link += _activations(config, cfg, rehearsal, world, gpus_per_node, forwards=1 + recomputes, backwards=1)
+    else:
+        shard, replicas = fsdp_groups(cfg, world, gpus_per_node)
+        link = all_gather(n * (2 * size.weights - size.root), shard)
+        link += reduce_scatter(n * GRADIENT * size.trained, shard)
+        link += all_reduce(n * GRADIENT * size.trained / shard.size, replicas)
+    memory = n * ((2 + recomputes) * size.weights + HALF * size.trained) + ADAMW * size.owned
+    flops = passes * _rank_flops(role, config, rehearsal, world)
+    if cfg.lora_rank or cfg.freeze_vision_tower:
+        flops -= (passes - 1) * _tower_flops(config, rehearsal, world)
+    updates = _updates(cfg)
+    return Cost(updates * flops, updates * memory, updates * link)
+
+
+def weight_sync(sampler: SamplerMemory, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int) -> Cost:
+    """Gathering of the trained weights, or of their adapters alone, for the sampler; with G bytes of them,
+
+        memory  2 G
+        links   fsdp2: an all-gather of G;  megatron: see `rlkit.plan.megatron.sync_link_bytes`
+        host    twice vLLM's base model if it sleeps while the trainer works and is sent adapters alone
+
+    What is sent on to servers is not counted.
+    """
+    size, adapters = rehearsal.models.get("policy") or rehearsal.models["critic"], sends_adapters(cfg)
+    if cfg.engine == "megatron":
+        dims = ParallelDims(**cfg.parallel)
+        link = megatron.sync_link_bytes(size, dims, megatron.groups(dims, world, gpus_per_node))
+        return Cost(memory=2 * HALF * size.parameters, link=link)
+    gathered = HALF * size.trained if adapters else size.weights
+    sleeps = adapters and cfg.rollout == "vllm"
+    shard, _ = fsdp_groups(cfg, world, gpus_per_node)
+    return Cost(memory=2 * gathered, link=all_gather(gathered, shard), host=2 * sampler.weights if sleeps else 0)
+
+
+def fsdp_groups(cfg: Any, world: int, gpus_per_node: int) -> tuple[Group, Group]:
+    """The ranks that shard a model, and those that have the same shard of its replicas (`--parallel fsdp_size`)."""
+    size = cfg.parallel.get("fsdp_size", world)
+    return group(size, 1, gpus_per_node), group(world // size, size, gpus_per_node)
+
+
+def rows_flops(config: Any, workload: Workload, prompts: int, *, head: bool = True) -> int:
+    """FLOPs of one forward pass over all rows of a rank.
+
+    Args:
+        config: of the model.
+        workload: the rows.
+        prompts: how many prompts are computed, with their images; more than there are if rows do not share them.
+        head: False for a value head.
+    """
+    patches = workload.image_patches(config)
+    prompt = forward_flops(config, [(workload.prompt, 0)], 0, [patches] if patches else [])
+    answer = forward_flops(config, [(workload.answer, workload.prompt)], workload.answer if head else 0)
+    return prompts * prompt + workload.rows * answer
+
+
+def _rank_flops(role: str, config: Any, rehearsal: Rehearsal, world: int) -> float:
+    """F: model-parallel ranks share the work equally."""
+    prompts = sum(packed.prompts for packed in rehearsal.micro_batches)
+    flops = rows_flops(config, rehearsal.workload, prompts, head=role != "critic")
+    return flops * rehearsal.data_parallel_size / world
+
+
+def _tower_flops(config: Any, rehearsal: Rehearsal, world: int) -> float:
+    """The part of F for the images."""
+    patches = rehearsal.workload.image_patches(config)
+    prompts = sum(packed.prompts for packed in rehearsal.micro_batches)
+    flops = forward_flops(config, [], 0, [patches] * prompts) if patches else 0
+    return flops * rehearsal.data_parallel_size / world
+
+
+def _activations(
+    config: Any, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int, *, forwards: int, backwards: int
+) -> LinkBytes:
+    """Megatron's activations and their gradients, of all micro-batches."""
+    dims = ParallelDims(**cfg.parallel)
+    ranks = megatron.groups(dims, world, gpus_per_node)
+    tokens = sum(packed.tokens(rehearsal.workload) for packed in rehearsal.micro_batches)
+    return megatron.activation_link_bytes(config, dims, ranks, tokens, forwards=forwards, backwards=backwards)
 
 
 def _updates(cfg: Any) -> int:
     """How often each row is trained on."""
     return getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
-
-
-def _training_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize, world: int, models: int) -> Cost:
-    """All updates of all trained models.
-
-    What is offloaded between phases, of all models, is brought back and put away at least once a step.
-    """
-    backward = 1 if cfg.lora_rank else 2
-    passes = 1 + backward + cfg.enable_gradient_checkpointing
-    memory = step.micro_batches * passes * step.weights + 28 * rehearsal.trainable / world
-    if cfg.engine == "megatron":
-        link = link_bytes(cfg, config, rehearsal, world)
-    else:  # weights are gathered for forward and backward, gradients reduced in float32
-        link = step.others * step.micro_batches * (2 * step.weights + 4 * rehearsal.trainable)
-    repeats = models * _updates(cfg)
-    return Cost(repeats * passes * step.forward, repeats * memory, repeats * link, host=2 * rehearsal.host)
-
-
-def _scoring_cost(cfg: Any, config: Any, rehearsal: Rehearsal, step: _StepSize) -> Cost:
-    """One forward pass over all rows."""
-    link: float = step.others * step.micro_batches * step.weights
-    if cfg.engine == "megatron":
-        dims = ParallelDims(**cfg.parallel)
-        link = activation_link_bytes(config, dims, rehearsal.workload, forwards=1, backwards=0)
-    return Cost(step.forward, step.micro_batches * step.weights, link)
-
-
-def _sync_cost(cfg: Any, rehearsal: Rehearsal, sampler: SamplerMemory, step: _StepSize) -> Cost:
-    """Gathering of the policy's weights, or of its adapters alone, for the sampler."""
-    adapters = sends_adapters(cfg)
-    gathered = HALF * (rehearsal.trainable if adapters else rehearsal.parameters)
-    put_away = (
-        2 * sampler.weights if adapters and cfg.rollout == "vllm" else 0
-    )  # vLLM's base model, as the trainer works
-    return Cost(memory=2 * gathered, link=step.others * gathered, host=put_away)
-
-
-def _generation_cost(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemory, weights: int) -> Cost:
-    """Prefill of each prompt once, then one read of the weights and of the KV cache for each token of an answer.
-
-    The GPUs of a vLLM engine share its work equally; what they send each other is not counted. For servers whose number
-    is not given it assumes one sampling GPU per rank, of the same kind, with room for all answers.
-    """
-    gpus, sequences = sampler.tensor_parallel, max(1, min(sampler.rows, sampler.sequences))
-    rounds = -(-sampler.rows // sequences)
-    tokens = min(workload.answer, getattr(cfg, "max_turns", 1) * cfg.max_new_tokens)  # a tool may write the others
-    mean_cache = sequences * sequence_bytes(config, workload.prompt + workload.answer // 2, gpus)
-    flops = rank_flops(config, workload) * sampler.rows / workload.rows / gpus
-    return Cost(flops=flops, memory=rounds * tokens * ((sampler.weights or weights) + mean_cache))

@@ -40,6 +40,7 @@ class SamplerMemory:
         rows: answers that an engine generates in a step.
         tensor_parallel: number of GPUs of an engine.
         utilization: largest `gpu_memory_utilization` that the trainer beside vLLM leaves room for; otherwise None.
+        share: vLLM's `gpu_memory_utilization`.
         servers: whose memory this is; None if it is that of a trainer's GPU.
     """
 
@@ -49,6 +50,7 @@ class SamplerMemory:
     rows: int
     tensor_parallel: int = 1
     utilization: float | None = None
+    share: float | None = None
     servers: Servers | None = None
     workspace: int = 0
 
@@ -79,7 +81,7 @@ def sampler_memory(
     if cfg.rollout == "vllm":
         options: dict[str, Any] = {name: option_value(text) for name, text in cfg.rollout_options.items()}
         gpus = options.get("tensor_parallel_size", 1)
-        if gpus < 1 or world % gpus:
+        if not isinstance(gpus, int) or gpus < 1 or world % gpus:
             raise ValueError(f"tensor_parallel_size: expected a divisor of {world} ranks, got {gpus}")
         rows = -(-workload.rows * rehearsal.data_parallel_size * gpus // world)
         most = int(100 * (USABLE * gpu.memory - resident) / gpu.memory) / 100
@@ -149,7 +151,9 @@ def vllm_memory(
     cache = max(0, int(share * gpu.memory) - weights - workspace)
     has_room = cache >= sequence_bytes(config, longest, gpus)  # for the longest sequence, without which vLLM ends
     sequences = min(most, cache // sequence_bytes(config, row, gpus)) if has_room else 0
-    return SamplerMemory(weights, cache, sequences, rows, gpus, utilization, workspace=workspace)
+    return SamplerMemory(
+        weights, cache, sequences, rows, gpus, utilization, share=share, workspace=workspace
+    )
 
 
 def weight_bytes(config: Any, parameters: int, quantization: str | None) -> int:

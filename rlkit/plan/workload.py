@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import Batch, Sample, append_response, collate, prompt_sample
 from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.runs.vllm_options import longest_answer
@@ -107,6 +108,55 @@ def with_limited_rows(cfg: Any, config: Any) -> Any:
     if hasattr(cfg, "max_tokens") and not cfg.max_tokens:
         cfg = replace(cfg, max_tokens=tokens)
     return cfg
+
+
+class PackedRows(NamedTuple):
+    """Rows of a micro-batch.
+
+    Attributes:
+        answers: for each prompt that is computed in it, the number of its answers.
+    """
+
+    answers: tuple[int, ...]
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts, with their images, are computed."""
+        return len(self.answers)
+
+    @property
+    def rows(self) -> int:
+        """Number of answers."""
+        return sum(self.answers)
+
+    def tokens(self, workload: Workload) -> int:
+        """Number of tokens that are computed."""
+        return self.prompts * workload.prompt + self.rows * workload.answer
+
+
+def packed_rows(workload: Workload, budget: int, *, share_prompts: bool) -> list[PackedRows]:
+    """All micro-batches of a rank, as `rlkit.engines.packing.micro_batches` makes them.
+
+    A prompt counts once for its answers. If these have more tokens than the budget they are split, and each part
+    computes the prompt again. Both rows of a pair are in one micro-batch, where the budget counts their prompt twice.
+
+    Args:
+        workload: rows of one rank.
+        budget: `micro_batch_tokens`.
+        share_prompts: as in the engine.
+    """
+    prompt, answer, pair = workload.prompt, workload.answer, workload.rows_together
+    parts: list[tuple[int, ...]]  # that stay in one micro-batch: the answers to each prompt that is computed
+    if pair > 1:
+        parts = [(pair,) if share_prompts else (1,) * pair] * (workload.rows // pair)
+        costs = [pair * (prompt + answer)] * len(parts)
+    else:
+        group = [answer] * (workload.group_size if share_prompts else 1)
+        split = [len(rows) for rows in token_budget_batches(group, max(1, budget - prompt))]
+        parts = [(answers,) for answers in split * (workload.rows // len(group))]
+        costs = [prompt + answers * answer for (answers,) in parts]
+    batches = token_budget_batches(costs, budget)
+    return [PackedRows(tuple(answers for i in batch for answers in parts[i])) for batch in batches]
 
 
 def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share_prompts: bool) -> Batch:

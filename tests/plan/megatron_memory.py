@@ -23,7 +23,7 @@ from rlkit.engines.megatron.supported import ParallelDims
 from rlkit.losses import token_mean
 from rlkit.plan import megatron
 from rlkit.plan.kernels import _Flash, planned_head
-from rlkit.plan.workload import largest_micro_batches, longest_batch
+from rlkit.plan.workload import largest_micro_batches, longest_batch, packed_rows
 
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 CASES = {  # family, ranks, parallelism, recomputed layers, shared prompts
@@ -78,7 +78,7 @@ def planned_and_taken(name):
     dims = ParallelDims(**parallel)
     workload = longest_batch(cfg, hf_model.config, ranks // (dims.tensor * dims.context), None)
     (stage,) = megatron.stage_parameters(hf_model, dims)
-    largest = megatron.largest_micro_batch(workload, cfg.micro_batch_tokens, share_prompts=share)
+    largest = megatron.largest_micro_batch(workload, packed_rows(workload, cfg.micro_batch_tokens, share_prompts=share))
     activations = megatron.activation_bytes(cfg, hf_model.config, dims, largest, 0, workload)
     head = megatron.head_bytes(hf_model.config, dims, largest)
     planned = {**megatron.state_bytes(stage, dims, ranks), "activations": activations + head}
@@ -89,8 +89,10 @@ def planned_and_taken(name):
     found = taken(hf_model, workload, {**options, **parallel}, ranks)
     own = replace(workload, prompts=found["rows"] // workload.group_size)
     forwards = 2 if recompute else 1
-    planned["sent"] = megatron.state_link_bytes(stage, dims, ranks)
-    planned["sent"] += megatron.activation_link_bytes(hf_model.config, dims, own, forwards=forwards, backwards=1)
+    tokens = sum(one.tokens(own) for one in packed_rows(own, cfg.micro_batch_tokens, share_prompts=share))
+    groups, size = megatron.groups(dims, ranks, ranks), megatron.model_size(hf_model, dims, ranks)
+    sent = megatron.activation_link_bytes(hf_model.config, dims, groups, tokens, forwards=forwards, backwards=1)
+    planned["sent"] = (megatron.update_link_bytes(size, groups) + sent).machine
     return {"planned": planned, "taken": found}
 
 

@@ -12,11 +12,13 @@ import json
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from importlib.util import find_spec
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from sent_bytes import Sent
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlkit.engines import make_engine, offload
@@ -27,6 +29,7 @@ from rlkit.plan.fit import make_plan
 from rlkit.plan.hardware import gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles, local
+from rlkit.plan.roofline import training
 from rlkit.plan.workload import largest_micro_batches, longest_batch
 from rlkit.runs.models import trained_part
 from rlkit.vlm import load_model
@@ -80,7 +83,10 @@ def planned(cfg, config, ranks, *, reference):
     with mock.patch.multiple(rehearsal, **kernels_of_gpus), mock.patch.object(fake_ranks, "planned_head", nullcontext):
         plan = make_plan(cfg, roles, ranks, gpu_named("h100-80gb"), None)
     resident, host = plan.rehearsal.resident, plan.rehearsal.host
-    return {"phases": plan.phases, "resident": resident, "host": host, "sampler": plan.sampler.sequences}
+    two = replace(plan.rehearsal, micro_batches=plan.rehearsal.micro_batches[:2])
+    sent = training("policy", config, cfg, two, ranks, gpus_per_node=8).link.machine
+    found = {"phases": plan.phases, "resident": resident, "host": host, "sampler": plan.sampler.sequences}
+    return {**found, "sent": sent}
 
 
 def taken(path, cfg, ranks):
@@ -104,10 +110,10 @@ def taken(path, cfg, ranks):
         workload = longest_batch(cfg, engine.config, ranks, None)
         batch = largest_micro_batches(workload, engine.config, cfg.micro_batch_tokens, share_prompts=True)
         engine.optimizer.register_step_pre_hook(lambda *_: marks.append(time.time_ns()))
-        short = batch.select([0])
-        engine.train_batch(short, loss, engine.known_outputs)  # after it the optimizer has a state
+        with Sent() as sent:  # in a first step, after which the optimizer has a state
+            engine.train_batch(batch, loss, engine.known_outputs)
         with engine.keep_on_device():
-            engine.train_batch(short, loss, engine.known_outputs)
+            engine.train_batch(batch.select([0]), loss, engine.known_outputs)
             marks.append(time.time_ns())
             engine.train_batch(batch, loss, engine.known_outputs)
         with engine._weights_on_device(), engine._state_on_device():
@@ -120,7 +126,7 @@ def taken(path, cfg, ranks):
         host = engine.host_bytes
         dist.destroy_process_group()
     before_forward, before_step = marks[-2:]
-    return {**resident, "host": host, "peaks": {
+    return {**resident, "host": host, "sent": sent.by_call, "peaks": {
         "forward and backward": allocator_peak(profile, before_forward, before_step),
         "optimizer step": allocator_peak(profile, before_step, time.time_ns()),
     }}  # fmt: skip

@@ -21,8 +21,9 @@ from rlkit.plan import megatron  # noqa: E402
 from rlkit.plan.cache import cache_bytes  # noqa: E402
 from rlkit.plan.fit import Plan, loading, make_plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
+from rlkit.plan.links import LinkBytes  # noqa: E402
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles  # noqa: E402
-from rlkit.plan.rehearsal import Rehearsal, Roles  # noqa: E402
+from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles  # noqa: E402
 from rlkit.plan.report import host_memory, not_planned, time_table  # noqa: E402
 from rlkit.plan.roofline import Cost, costs  # noqa: E402
 from rlkit.plan.sampler import SamplerMemory  # noqa: E402
@@ -65,6 +66,13 @@ def test_planned_bytes_are_what_a_process_takes(found, name):
         assert expected == pytest.approx(peak, rel=0.01 if name == "smollm2" else 0.1), phase
 
 
+@pytest.mark.parametrize("name", ["three_ranks", "two_by_two", "lora", "nf4"])
+def test_fsdp_sends_what_is_planned(found, name):
+    """Weights and gradients of two micro-batches; beside them the padding of shards, and metrics."""
+    planned, sent = found[name]["sent"], found[name]["taken"]["sent"]
+    assert planned == pytest.approx(sum(sent.values()), rel=0.01), sent
+
+
 def total(phases, name):
     return sum(phases[name].values())
 
@@ -92,15 +100,16 @@ def test_adapters_alone_take_little_of_a_weight_sync(found):
         model="MODEL", rollout="vllm", lora_rank=4, max_prompt_tokens=8, max_new_tokens=8, sync_adapters=True
     )
     workload = longest_batch(cfg, large_vocabulary(), 2, None)
-    rehearsal = Rehearsal({}, {}, 0, 1000, 30, 500, workload, 2)
+    models = {"policy": ModelSize(1000, 2 * 1000, trained=30)}
+    rehearsal = Rehearsal({}, {}, 0, 1000, 30, 500, workload, 2, models=models)
     sampler = SamplerMemory(2 * 1000, 1 << 20, 8, 8)
 
     def sync(cfg):
-        return costs(cfg, large_vocabulary(), rehearsal, sampler, 2, has_reference=False, models=1)["weight sync"]
+        return costs(cfg, Roles(policy=large_vocabulary()), rehearsal, sampler, 2, 8)["weight sync"]
 
-    assert sync(cfg) == Cost(memory=2 * 2 * 30, link=2 * 30 / 2, host=2 * 2 * 1000)
-    assert sync(replace(cfg, sync_adapters=False)) == Cost(memory=2 * 2 * 1000, link=2 * 1000 / 2)
-    assert sync(replace(cfg, rollout="vllm_server")) == Cost(memory=2 * 2 * 30, link=2 * 30 / 2)
+    assert sync(cfg) == Cost(memory=2 * 2 * 30, link=LinkBytes(2 * 30 / 2), host=2 * 2 * 1000)
+    assert sync(replace(cfg, sync_adapters=False)) == Cost(memory=2 * 2 * 1000, link=LinkBytes(2 * 1000 / 2))
+    assert sync(replace(cfg, rollout="vllm_server")) == Cost(memory=2 * 2 * 30, link=LinkBytes(2 * 30 / 2))
     plan = SimpleNamespace(rehearsal=rehearsal, sampler=sampler)
     config = large_vocabulary()
     kept = host_memory(cfg, config, plan, 16, 8)["vLLM's base model, while it sleeps"]
@@ -201,21 +210,22 @@ def test_what_experts_send():
     """A token goes to 2 experts and back in each of 3 passes, half of the times to the other of 2 ranks."""
     options = {"hidden_size": 32, "num_hidden_layers": 2, "num_experts_per_tok": 2, "num_attention_heads": 4}
     config, dims = AutoConfig.for_model("qwen3_moe", **options), ParallelDims(expert=2)
-    workload = Workload(prompt=10, answer=5, image_tokens=0, prompts=3, group_size=2)
-    sent = megatron.activation_link_bytes(config, dims, workload, forwards=2, backwards=1)
-    assert sent == 2 * (3 * 20) * 2 * 3 * 2 * 2 * 32 / 2
-    stage = megatron.StageParameters(trained_dense=100, trained_experts=100)
-    assert megatron.state_link_bytes(stage, dims, 4) == 6 * (100 * 3 / 4 + 100 * 1 / 2)
+    ranks = megatron.groups(dims, 4, gpus_per_node=8)
+    sent = megatron.activation_link_bytes(config, dims, ranks, 60, forwards=2, backwards=1)
+    assert sent == LinkBytes(2 * 60 * 2 * 3 * 2 * 2 * 32 / 2)
+    size = ModelSize(200, 400, trained=200, trained_experts=100)
+    assert megatron.update_link_bytes(size, ranks) == LinkBytes(6 * (100 * 3 / 4 + 100 * 1 / 2))
 
 
 def test_what_stages_send():
     """The first of two stages sends each token on, the second its gradient back; a stage between them does both."""
     config = AutoConfig.for_model("qwen3", hidden_size=32, num_hidden_layers=6, num_attention_heads=4)
-    workload = Workload(prompt=10, answer=5, image_tokens=0, prompts=3, group_size=2)
     for pipeline, expected in ((1, 0), (2, 1), (3, 2)):
         dims = ParallelDims(pipeline=pipeline)
-        sent = megatron.activation_link_bytes(config, dims, workload, forwards=2, backwards=1)
-        assert sent == expected * 2 * (3 * 20) * 32
+        for gpus_per_node, link in ((3, LinkBytes(machine=1)), (2, LinkBytes(network=1))):
+            ranks = megatron.groups(dims, pipeline, gpus_per_node)
+            sent = megatron.activation_link_bytes(config, dims, ranks, 60, forwards=2, backwards=1)
+            assert sent == expected * 2 * 60 * 32 * (LinkBytes(machine=1) if pipeline <= gpus_per_node else link)
 
 
 def test_a_teacher_of_whole_distributions_takes_a_copy_of_its_output_layer(found):
@@ -284,11 +294,9 @@ def test_what_never_fits_is_one_sentence_with_the_least_that_was_reached(monkeyp
         return Plan(rehearsal, SamplerMemory(0, 0, 2, 2), taken, gpu_named("h100-80gb"))
 
     monkeypatch.setattr(command_line, "make_plan", attempt)
-    options = SimpleNamespace(nproc=1, image_tokens=None)
+    options = SimpleNamespace(nproc=1, image_tokens=None, gpus_per_node=8)
     sentence = command_line.advice(cfg, Roles(policy=large_vocabulary()), attempt(), options)
-    assert sentence == (
-        "does not fit with any of these options: the least is 810.0 GiB, of 73.6 GiB that can be used of a GPU"
-    )
+    assert sentence == ("does not fit with any of these options: the least is 810.0 GiB, of 73.6 GiB usable")
     assert len(capsys.readouterr().out.splitlines()) == 7
 
 
@@ -339,14 +347,14 @@ def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():
     )
     workload = SimpleNamespace(prompt=1_000_000, answer=234_567)
     plan = SimpleNamespace(
-        sampler=SamplerMemory(0, 0, 8, 8, utilization=0.57),
+        sampler=SamplerMemory(0, 0, 8, 8, utilization=0.57, share=0.9),
         rehearsal=SimpleNamespace(workload=workload, resident={}),
         phases={"weight sync": {}},
         gpu=gpu_named("h200-141gb"),
     )
     shared = ["--gpu_memory_utilization 0.57", "--use_fused_kernels", "--enable_gradient_checkpointing"]
     shared += ["--micro_batch_tokens 1234567", "--offload_between_phases"]
-    ways = list(ways_to_fit(cfg, plan, large_vocabulary(), 3))
+    ways = list(ways_to_fit(cfg, plan, large_vocabulary(), 3, 8))
     assert [way.changes for way in ways] == [
         *(shared[: i + 1] for i in range(5)),
         [*shared, "--lora_rank 32"],
@@ -355,7 +363,8 @@ def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():
     assert [way.world for way in ways] == [3] * 6 + [6, 12, 24]
     assert [way.cfg.lora_rank for way in ways] == [0] * 5 + [32, 0, 0, 0]
     assert ways[-1].cfg.offload_between_phases and ways[-1].cfg.micro_batch_tokens == 1234567
-    assert not any(way.changes[0].startswith("--lora") for way in ways_to_fit(ways[5].cfg, plan, large_vocabulary(), 3))
+    with_lora = ways_to_fit(ways[5].cfg, plan, large_vocabulary(), 3, 8)
+    assert not any(way.changes[0].startswith("--lora") for way in with_lora)
 
 
 @pytest.mark.parametrize(

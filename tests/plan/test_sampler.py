@@ -15,8 +15,8 @@ from rlkit.plan.__main__ import server_advice  # noqa: E402
 from rlkit.plan.fit import GIB, Plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import gpu_named  # noqa: E402
 from rlkit.plan.recipes import load_recipe  # noqa: E402
-from rlkit.plan.rehearsal import Rehearsal, Roles  # noqa: E402
-from rlkit.plan.report import not_planned, servers, time_table, verdict  # noqa: E402
+from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles  # noqa: E402
+from rlkit.plan.report import describe_servers, not_planned, time_table, verdict  # noqa: E402
 from rlkit.plan.roofline import costs  # noqa: E402
 from rlkit.plan.sampler import (  # noqa: E402
     SamplerMemory,
@@ -26,7 +26,7 @@ from rlkit.plan.sampler import (  # noqa: E402
     server_memory,
     workspace_bytes,
 )
-from rlkit.plan.workload import Workload  # noqa: E402
+from rlkit.plan.workload import Workload, packed_rows  # noqa: E402
 
 PARAMETERS, H100 = 33_721_153_792, gpu_named("h100-80gb")
 WORKLOAD = Workload(2048, 2048, 0, prompts=8, group_size=16)
@@ -47,7 +47,9 @@ def options(**rollout_options):
 def rehearsal(resident=8.2):
     peaks = {"weight sync": {"parameters": int(11.1 * GIB)}}
     held = {"parameters": int(resident * GIB)}
-    return Rehearsal(peaks, held, 0, PARAMETERS, 268_435_456, 778_567_680, WORKLOAD, 8)
+    models = {"policy": ModelSize(PARAMETERS, 2 * PARAMETERS, trained=268_435_456)}
+    packed = packed_rows(WORKLOAD, 16384, share_prompts=True)
+    return Rehearsal(peaks, held, 0, PARAMETERS, 268_435_456, 778_567_680, WORKLOAD, 8, packed, models)
 
 
 def sampler(config, gpu=H100, **rollout_options):
@@ -109,6 +111,7 @@ def test_vllm_needs_room_for_the_longest_sequence(config):
     ("given", "sentence"),
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: expected a divisor of 8 ranks, got 3"),
+        ({"tensor_parallel_size": "two"}, "tensor_parallel_size: expected a divisor of 8 ranks, got two"),
         ({"max_model_len": 4095}, "max_model_len: expected at least the 4096 tokens of prompt and answer, got 4095"),
     ],
 )
@@ -133,11 +136,11 @@ def test_a_sampler_that_is_split_is_a_way_to_fit(config):
     }
     plan = Plan(step, memory, phases, H100)
     assert plan.too_large == ["weight sync"]
-    first = next(ways_to_fit(cfg, plan, config, 8))
+    first = next(ways_to_fit(cfg, plan, config, 8, 8))
     assert first.changes == ["--rollout_options quantization none tensor_parallel_size 2"]
     assert first.cfg.rollout_options["tensor_parallel_size"] == "2"
     fits = replace(plan, rehearsal=rehearsal(resident=6.0), phases={**phases, "weight sync": {}})
-    assert not any("tensor_parallel" in way.changes[0] for way in ways_to_fit(cfg, fits, config, 8))
+    assert not any("tensor_parallel" in way.changes[0] for way in ways_to_fit(cfg, fits, config, 8, 8))
 
 
 def test_a_split_sampler_reads_its_part_of_the_weights(config):
@@ -145,8 +148,7 @@ def test_a_split_sampler_reads_its_part_of_the_weights(config):
     for gpus in (1, 8):
         cfg = options(tensor_parallel_size=gpus)
         memory = sampler_memory(cfg, config, rehearsal(), 8, H100)
-        phases = costs(cfg, config, rehearsal(), memory, 8, has_reference=False, models=1)
-        seconds[gpus] = phases["generate"].seconds(H100, H100.link_bandwidth)
+        seconds[gpus] = costs(cfg, Roles(policy=config), rehearsal(), memory, 8, 8)["generate"].seconds(H100)
     assert seconds[8]["compute"] == pytest.approx(seconds[1]["compute"])
     assert seconds[8]["memory"] < 0.1 * seconds[1]["memory"]  # which decodes two answers at once
 
@@ -166,13 +168,13 @@ def test_servers_share_the_answers_of_all_ranks(config):
     alone, fours = (server_memory(Servers(8, gpus), config, rehearsal(), H100) for gpus in (1, 4))
     assert (alone.rows, fours.rows) == (128, 512)
     assert fours.weights == pytest.approx(alone.weights / 4, abs=1) and fours.cache > 5 * alone.cache
-    assert servers(fours) == (
+    assert describe_servers(fours) == (
         f"servers: 2 on 4 GPUs each; each generates 512 answers in a step, {fours.sequences} of them at once"
     )
     assert fours.sequences == fours.cache // sequence_bytes(config, 4096, 4)
     cfg = options()
     slow, fast = (
-        costs(cfg, config, rehearsal(), memory, 8, has_reference=False, models=1)["generate"].memory
+        costs(cfg, Roles(policy=config), rehearsal(), memory, 8, 8)["generate"].memory
         for memory in (alone, SamplerMemory(0, 0, 128, 128))
     )
     assert slow > 5 * fast  # with room for all answers at once
@@ -193,10 +195,10 @@ def plan_on_servers(config, gpu, count):
 def test_servers_that_do_not_fit_are_refused_with_the_way_to_fit(config):
     a100 = gpu_named("a100-40gb")
     alone, halves = (plan_on_servers(config, a100, Servers(8, gpus)) for gpus in (1, 2))
-    assert not alone.fits and verdict(alone).startswith("does not fit: servers 62.8 GiB of the 36.6 GiB")
+    assert not alone.fits and verdict(alone).startswith("does not fit: servers 62.8 GiB of 36.6 GiB")
     assert server_advice(Servers(8, 1), config, alone) == "servers fit with --server_tensor_parallel 2"
     assert halves.fits and halves.peak == GIB  # of a GPU that trains
-    assert server_advice(Servers(1, 1), config, alone) == "servers do not fit on 1 GPUs"
+    assert server_advice(Servers(1, 1), config, alone) == "servers do not fit on 1 GPU"
     tight = plan_on_servers(config, gpu_named("h100-80gb", 68.5), Servers(8, 1))
     assert verdict(tight).endswith("no room for one sequence; raise --server_tensor_parallel") and not tight.fits
 
@@ -208,11 +210,11 @@ def test_generation_and_training_overlap_if_answers_are_sampled_ahead(config):
         cfg = module.Config(max_prompt_tokens=2048, max_new_tokens=2048, max_staleness=staleness)
         memory = server_memory(Servers(8, 4), config, rehearsal(), H100)
         table = time_table(cfg, Roles(policy=config), Plan(rehearsal(), memory, {}, H100), 8, 8)
-        rows = {row[1]: row for row in (line.split("|") for line in table.splitlines()) if len(row) > 5}
+        rows = {row[1]: row for row in (line.split("|") for line in table.splitlines()) if len(row) > 6}
         rows = {name.strip(): row for name, row in rows.items()}
-        phases = {name: float(rows[name][5]) for name in ("generate", "train", "weight sync")}
-        seconds[staleness] = float(rows["step"][5])
+        phases = {name: float(rows[name][6]) for name in ("generate", "train", "weight sync")}
+        seconds[staleness] = float(rows["step"][6])
     rest = phases["train"] + phases["weight sync"]
     assert seconds[0] == pytest.approx(phases["generate"] + rest, abs=0.2)
     assert seconds[1] == pytest.approx(max(phases["generate"], rest), abs=0.2)
-    assert rows["step"][6] == " the longer of generate and the rest "
+    assert rows["step"][7] == " the longer of generate and the rest "

@@ -4,15 +4,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import AutoConfig, LlamaConfig
 
+from rlkit.data.samples import collate
+from rlkit.engines.packing.micro_batches import micro_batches
+from rlkit.engines.packing.shared_prompts import shared_prompt_groups
 from rlkit.plan import megatron
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
-from rlkit.plan.rehearsal import Rehearsal
-from rlkit.plan.roofline import costs, rank_flops
+from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles
+from rlkit.plan.roofline import costs, rows_flops
 from rlkit.plan.sampler import SamplerMemory
-from rlkit.plan.workload import Workload, largest_micro_batches, longest_batch
+from rlkit.plan.workload import Workload, _group, largest_micro_batches, longest_batch, packed_rows
 from rlkit.runs.vllm_options import longest_sequence
 
 LLAMA = LlamaConfig(
@@ -80,28 +84,54 @@ def test_both_answers_of_a_pair_are_in_one_micro_batch(recipe, others, tmp_path)
     assert len(largest_micro_batches(workload, LLAMA, 1024, share_prompts=True)) == 2 * 2
     assert len(largest_micro_batches(workload, LLAMA, 4 * 1024, share_prompts=True)) == 2 * 4
     single = replace(workload, group_size=1, rows_together=1)
-    assert rank_flops(LLAMA, workload) > 1.5 * rank_flops(LLAMA, single)
+    assert rows_flops(LLAMA, workload, 4) > 1.5 * rows_flops(LLAMA, single, 4)
 
 
 @pytest.mark.parametrize(("share", "tokens", "keys"), [(True, 512 + 2 * 512, 2 * 512), (False, 2 * 1024, 0)])
 def test_a_pair_is_one_micro_batch_of_megatron(share, tokens, keys):
     workload = Workload(512, 512, 0, prompts=4, group_size=2, rows_together=2)
-    small = megatron.largest_micro_batch(workload, 1024, share_prompts=share)
+    small, large = (
+        megatron.largest_micro_batch(workload, packed_rows(workload, budget, share_prompts=share))
+        for budget in (1024, 4096)
+    )
     assert (small.tokens, small.scored, small.keys, small.count) == (tokens, 1024, tokens + keys, 4)
-    assert megatron.largest_micro_batch(workload, 4096, share_prompts=share).tokens == 2 * tokens
+    assert (small.prompts, large.tokens) == (1 if share else 2, 2 * tokens)
+
+
+@pytest.mark.parametrize("pair", [1, 2])
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("prompt", "answer", "group"), [(20, 10, 8), (40, 6, 4), (7, 90, 2), (90, 30, 6)])
+def test_rows_are_packed_as_an_engine_packs_them(prompt, answer, group, share, pair):
+    workload = Workload(prompt, answer, 0, prompts=5, group_size=group, rows_together=pair)
+    batch = collate([row for number in range(5) for row in _group(workload, LLAMA, number)])
+    if pair > 1:
+        batch.add(micro_batch_group=torch.arange(len(batch)) // pair)
+    found = []
+    for rows, _ in micro_batches(batch, 100, LLAMA, share_prompts=share):
+        part = batch.select(rows)
+        computed = shared_prompt_groups(part) if share else [[row] for row in rows]
+        found.append((len(rows), len(computed)))
+    packed = packed_rows(workload, 100, share_prompts=share)
+    assert sorted(found) == sorted((one.rows, one.prompts) for one in packed)
 
 
 def test_passes_that_score_a_batch_take_time():
     """PPO's estimates, and old log-probabilities of a batch that is used more than once."""
 
-    def phases(recipe, models=1, **options):
+    def phases(recipe, critic=None, **options):
         cfg = load_recipe(f"recipes/{recipe}.py").Config(max_prompt_tokens=64, max_new_tokens=64, **options)
-        rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, longest_batch(cfg, LLAMA, 1, None), 1)
-        return costs(cfg, LLAMA, rehearsal, SamplerMemory(0, 0, 8, 8), 1, has_reference=True, models=models)
+        models = dict.fromkeys(("policy", "critic", "reference"), ModelSize(1000, 2000))
+        workload = longest_batch(cfg, LLAMA, 1, None)
+        packed = packed_rows(workload, 16384, share_prompts=True)
+        rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, workload, 1, packed, models)
+        return costs(cfg, Roles(LLAMA, critic, LLAMA), rehearsal, SamplerMemory(0, 0, 8, 8), 1, 8)
 
-    ppo = phases("ppo", models=2)
+    ppo = phases("ppo", critic=LLAMA)
     assert list(ppo) == ["generate", "old logprobs", "reference", "values", "train", "weight sync"]
-    assert ppo["old logprobs"] == ppo["values"] == ppo["reference"]
+    assert ppo["old logprobs"] == ppo["reference"]
+    workload = longest_batch(load_recipe("recipes/ppo.py").Config(max_prompt_tokens=64), LLAMA, 1, None)
+    head = 2 * 64 * 1000 * 64 * workload.rows  # hidden size, vocabulary, tokens of an answer
+    assert ppo["old logprobs"].flops - ppo["values"].flops == head
     assert "old logprobs" not in phases("grpo_vlm") and "values" not in phases("grpo_vlm")
     assert "old logprobs" in phases("grpo_vlm", updates_per_batch=2)
     assert "old logprobs" in phases("dapo", mini_batches=2) and "old logprobs" not in phases("dapo", mini_batches=1)
@@ -112,10 +142,8 @@ def test_tokens_of_tools_are_not_generated():
     long, short = (
         module.Config(max_prompt_tokens=64, max_response_tokens=4096, max_new_tokens=n, max_turns=2) for n in (32, 64)
     )
-    rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, longest_batch(long, LLAMA, 1, None), 1)
+    models = {"policy": ModelSize(1000, 2000)}
+    rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, longest_batch(long, LLAMA, 1, None), 1, models=models)
     sampler = SamplerMemory(0, 0, 8, 8)
-    memory = [
-        costs(cfg, LLAMA, rehearsal, sampler, 1, has_reference=False, models=1)["generate"].memory
-        for cfg in (long, short)
-    ]
+    memory = [costs(cfg, Roles(policy=LLAMA), rehearsal, sampler, 1, 8)["generate"].memory for cfg in (long, short)]
     assert memory[1] == 2 * memory[0]

@@ -69,7 +69,7 @@ def test_a_run_that_fits_has_planned_metrics(recipe, model, gpu, tmp_path, capsy
     planned = planned_memory(cfg, tmp_path)
     assert set(planned) == {"train", "weight_sync", "generate"} and 0.3 < planned["train"] < 14
     said = capsys.readouterr().out
-    assert said.startswith("memory: fits: ") and "GiB that can be used of a NVIDIA Future 16GB (93% of 16.0)" in said
+    assert said.startswith("memory: fits: ") and "GiB usable on NVIDIA Future 16GB (93% of 16.0)" in said
     assert "4 prompts of 3584 tokens (0 of images), 16 answers of 512 tokens to each" in said
     monkeypatch.setattr(memory_plan, "_planned_by_command", lambda *_: pytest.fail("was planned already"))
     assert planned_memory(cfg, tmp_path) == planned
@@ -112,9 +112,7 @@ def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
     with pytest.raises(ValueError) as refused:
         planned_memory(options(recipe, model), tmp_path)
     sentence = str(refused.value)
-    assert (
-        sentence.startswith("the run does not fit: ") and "GiB of the 0.2 GiB that can be used of a NVIDIA" in sentence
-    )
+    assert sentence.startswith("the run does not fit: ") and "GiB of 0.2 GiB usable on NVIDIA" in sentence
     assert "forward and backward" in sentence and "--plan_seconds 0 starts the run all the same" in sentence
     assert "\n" not in sentence
     assert not json.loads((tmp_path / "plan.json").read_text())["plan"]["fits"]

@@ -1,0 +1,225 @@
+"""FLOPs, bytes and links of each phase of a plan, with numbers worked by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig, LlamaConfig
+
+from rlkit.engines.flops import forward_flops
+from rlkit.engines.megatron.supported import ParallelDims
+from rlkit.plan import megatron
+from rlkit.plan.hardware import gpu_named
+from rlkit.plan.links import Group, LinkBytes, all_gather, all_reduce, all_to_all, group, send
+from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles, empty
+from rlkit.plan.report import reservations, time_table
+from rlkit.plan.roofline import Cost, costs, generation, rows_flops, scoring, training
+from rlkit.plan.sampler import SamplerMemory, sequence_bytes
+from rlkit.plan.workload import PackedRows, Workload, packed_rows
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
+LLAMA = LlamaConfig(hidden_size=64, intermediate_size=64, **SIZES)
+LARGER = LlamaConfig(hidden_size=128, intermediate_size=128, **SIZES)
+ROWS = Workload(prompt=100, answer=50, image_tokens=0, prompts=3, group_size=4)
+NAMES = {"lora_rank": 0, "enable_gradient_checkpointing": False, "parallel": {}, "freeze_vision_tower": False}
+FSDP2 = SimpleNamespace(engine="fsdp2", **NAMES)
+
+
+def rehearsal(models, workload=ROWS, budget=400, data_parallel_size=16):
+    packed = packed_rows(workload, budget, share_prompts=True)
+    return Rehearsal({}, {}, 0, 0, 0, 0, workload, data_parallel_size, packed, models)
+
+
+def test_what_16_gpus_on_two_machines_gather():
+    """Of 1600 bytes a machine lacks half: each of its 8 adapters fetches 100, and NVLink brings 7/8 of the whole."""
+    everyone = group(16, 1, gpus_per_node=8)
+    assert everyone == Group(16, 8)
+    assert all_gather(1600, everyone) == LinkBytes(machine=1400, network=100)
+    assert all_reduce(1600, everyone) == LinkBytes(machine=2800, network=200)
+    assert all_to_all(1600, everyone) == LinkBytes(machine=700, network=800)
+    gpu = gpu_named("h100-80gb")
+    seconds = Cost(link=all_gather(1600e9, everyone)).seconds(gpu)
+    assert seconds["link"] == 1400 / 450 and seconds["network"] == 100 / 50
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "expected"),
+    [
+        (8, 1, LinkBytes(machine=1400)),  # tensor-parallel ranks of a machine
+        (2, 8, LinkBytes(network=800)),  # one rank on each machine
+        (4, 4, LinkBytes(machine=800, network=400)),  # two ranks on each
+        (1, 1, LinkBytes()),
+    ],
+)
+def test_groups_have_their_own_links(size, stride, expected):
+    assert all_gather(1600, group(size, stride, gpus_per_node=8)) == expected
+
+
+def test_stages_on_two_machines_use_the_network():
+    assert send(5, group(2, 8, 8)) == LinkBytes(network=5) and send(5, group(2, 4, 8)) == LinkBytes(machine=5)
+
+
+def test_fsdp_gathers_over_its_shards_alone():
+    """W 800 bytes, of which 200 are outside of the layers, 100 trained weights; 3 micro-batches; 2 machines of 8."""
+    models = {"policy": ModelSize(400, 800, root=200, trained=100, owned=100 / 8)}
+    three = rehearsal(models)
+    assert three.micro_batches == [PackedRows((4,))] * 3
+
+    def links(function, **parallel):
+        return function("policy", LLAMA, SimpleNamespace(**{**vars(FSDP2), "parallel": parallel}), three, 16, 8).link
+
+    assert links(scoring, fsdp_size=8) == all_gather(3 * 600 + 200, Group(8, 8)) == LinkBytes(machine=1750)
+    gathered, reduced = 3 * (2 * 800 - 200), 3 * 4 * 100
+    shards = LinkBytes(machine=(gathered + reduced) * 7 / 8)
+    assert links(training, fsdp_size=8) == shards + LinkBytes(network=2 * reduced / 8 / 2)
+    assert links(scoring, fsdp_size=1) == LinkBytes()
+    assert links(training, fsdp_size=1) == LinkBytes(machine=2 * reduced * 7 / 8, network=2 * reduced / 2 / 8)
+
+
+def test_training_reads_weights_and_writes_gradients():
+    three = rehearsal({"policy": ModelSize(400, 800, trained=100, owned=10)})
+    assert training("policy", LLAMA, FSDP2, three, 16, 8).memory == 3 * (2 * 800 + 2 * 100) + 28 * 10
+
+
+def test_a_stage_of_megatron_reads_its_part_of_the_weights():
+    """Qwen3 with tensor 2 and pipeline 2: a quarter of the matrices and one norm more than a quarter of the rest."""
+    config = AutoConfig.for_model("qwen3", hidden_size=64, intermediate_size=128, head_dim=16, **SIZES)
+    model, dims = empty(config, None), ParallelDims(tensor=2, pipeline=2)
+    layer = 64 * (64 + 2 * 32 + 64) // 2 + 3 * 64 * 128 // 2 + 2 * 64 + 2 * 16
+    size = megatron.model_size(model, dims, 8)
+    assert size.weights == 2 * (layer + 500 * 64 + 64) and size.owned == size.trained / 2
+    cfg = SimpleNamespace(**{**vars(FSDP2), "engine": "megatron", "parallel": {"tensor": 2, "pipeline": 2}})
+    cost = scoring("policy", config, cfg, rehearsal({"policy": size}, data_parallel_size=2), 8, 8)
+    assert cost.memory == 3 * size.weights
+
+
+def test_tensor_parallel_traffic_stays_on_its_machine():
+    """8 tensor ranks, 2 data-parallel ones on 2 machines: all-reduces on NVLink, gradients over the network."""
+    ranks = megatron.groups(ParallelDims(tensor=8), 16, gpus_per_node=8)
+    assert (ranks.tensor, ranks.data) == (Group(8, 8), Group(2, 1))
+    sent = megatron.activation_link_bytes(LLAMA, ParallelDims(tensor=8), ranks, 10, forwards=1, backwards=1)
+    assert sent == LinkBytes(machine=2 * 2 * 2 * 2 * (10 * 2 * 64) * 7 / 8)  # layers, blocks, passes, all-reduce
+    assert megatron.update_link_bytes(ModelSize(0, 0, trained=100), ranks) == LinkBytes(network=6 * 100 / 2)
+    whole = ModelSize(parameters=800, weights=200)
+    assert megatron.sync_link_bytes(whole, ParallelDims(tensor=8), ranks) == LinkBytes(machine=1600 * 7 / 8)
+
+
+def test_the_last_round_of_decoding_has_fewer_caches():
+    """5 answers, 4 at once: two rounds read the weights, and 5 caches are read, not 8."""
+    three = rehearsal({"policy": ModelSize(400, 800)})
+    cost = generation(SimpleNamespace(max_new_tokens=50), LLAMA, three, SamplerMemory(700, 0, sequences=4, rows=5))
+    cache = 2 * 2 * 2 * 16 * 2 * 125  # keys and values, layers, heads, size of a head, bytes, tokens of half an answer
+    assert sequence_bytes(LLAMA, 125, 1) == cache
+    assert cost.memory == 2 * 50 * 700 + 5 * 50 * cache
+
+
+def test_a_teacher_costs_what_its_own_size_costs():
+    roles = Roles(policy=LLAMA, reference=LARGER)
+    cfg = SimpleNamespace(**vars(FSDP2))
+    three = rehearsal({"policy": ModelSize(400, 800), "reference": ModelSize(1600, 3200)})
+    phases = costs(cfg, roles, three, SamplerMemory(0, 0, 12, 12), 16, 8)
+    assert phases["reference"].memory == 3 * 3200
+    assert phases["reference"].flops == rows_flops(LARGER, ROWS, 3) > 2 * rows_flops(LLAMA, ROWS, 3)
+
+
+def test_an_unknown_teacher_has_no_floor_of_seconds():
+    roles, plan = Roles(LLAMA, reference=AutoConfig.for_model("deepseek_v3")), SimpleNamespace(gpu=gpu_named("l4-24gb"))
+    assert time_table(None, roles, plan, 8, 8).startswith("no floor of seconds, since the FLOPs of deepseek_v3 are not")
+
+
+@pytest.mark.parametrize(
+    ("budget", "share", "expected"),
+    [
+        (300, True, [(4,), (4,), (4,)]),  # 100 + 4 * 50 tokens
+        (250, True, [(3,), (3,), (3,), (1,), (1,), (1,)]),  # each part has the prompt again
+        (300, False, [(1, 1)] * 6),
+        (100, False, [(1,)] * 12),  # a row is longer than the budget
+    ],
+)
+def test_prompts_are_counted_as_often_as_they_are_packed(budget, share, expected):
+    packed = packed_rows(ROWS, budget, share_prompts=share)
+    assert packed == [PackedRows(answers) for answers in expected]
+    prompts = sum(one.prompts for one in packed)
+    segments = [(100, 0)] * prompts + [(50, 100)] * 12
+    assert rows_flops(LLAMA, ROWS, prompts) == forward_flops(LLAMA, segments, scored=12 * 50)
+
+
+def test_images_of_a_micro_batch_without_shared_prompts():
+    """Four rows of 4096 tokens fill 16384: each has its own images."""
+    rows = Workload(2048, 2048, 1984, prompts=4, group_size=16)
+    shared, own = (
+        megatron.largest_micro_batch(rows, packed_rows(rows, 16384, share_prompts=share)).prompts
+        for share in (True, False)
+    )
+    assert (shared, own) == (1, 4)
+
+
+def seeing():
+    """A tower of 2 blocks with 16 and 32 units."""
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    text = {"hidden_size": 64, "intermediate_size": 64, **SIZES}
+    return AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision)
+
+
+@pytest.mark.parametrize(("options", "passes"), [({"freeze_vision_tower": True}, 3), ({"lora_rank": 4}, 2)])
+def test_a_frozen_tower_has_no_backward_pass(options, passes):
+    rows, config = Workload(10, 5, 8, prompts=3, group_size=1), seeing()
+    images = rehearsal({"policy": ModelSize(400, 800)}, rows)
+    flops = training("policy", config, SimpleNamespace(**{**vars(FSDP2), **options}), images, 16, 8).flops
+    text = rows_flops(config, Workload(10, 5, 0, prompts=3, group_size=1), 3)
+    assert flops == passes * text + 3 * forward_flops(config, [], image_patches=[32])
+
+
+def test_the_tower_keeps_the_images_of_all_prompts():
+    """Three prompts of 8 image tokens, 32 patches each."""
+    config = seeing()
+    rows = Workload(10, 5, 8, prompts=3, group_size=1)
+    (largest,) = packed = packed_rows(rows, 400, share_prompts=False)
+    trained, frozen = (
+        megatron.activation_bytes(
+            SimpleNamespace(enable_gradient_checkpointing=False, freeze_vision_tower=frozen),
+            config, ParallelDims(), megatron.largest_micro_batch(rows, packed), 0, rows,
+        )
+        for frozen in (False, True)
+    )  # fmt: skip
+    assert largest.prompts == 3 and trained - frozen == 3 * 32 * 2 * (52 * 16 + 8 * 32)
+
+
+def test_windows_and_chunks_are_not_full_attention():
+    """Positions 0 to 4 see 1 2 3 4 5 keys, 1 2 3 3 3 in a window of 3, and 1 2 3 1 2 in chunks of 3."""
+    one_pair = 4 * 4 * 16  # heads, size of a head
+
+    def pairs(config, segments):
+        layers = LlamaConfig(hidden_size=64, intermediate_size=64, **SIZES)
+        nothing = forward_flops(layers, segments) - forward_flops(layers, [(1, 0)] * sum(n for n, _ in segments))
+        full = sum(n * b + n * (n + 1) // 2 for n, b in segments) - sum(n for n, _ in segments)
+        assert nothing == 2 * one_pair * full
+        base = forward_flops(config, [(1, 0)] * sum(n for n, _ in segments))
+        return (forward_flops(config, segments) - base) / one_pair + 2 * sum(n for n, _ in segments)
+
+    common = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, **SIZES}
+    window = AutoConfig.for_model("gemma2", **common, sliding_window=3)
+    assert set(window.layer_types) == {"sliding_attention", "full_attention"}
+    assert pairs(window, [(5, 0)]) == (1 + 2 + 3 + 3 + 3) + 15
+    assert pairs(window, [(2, 3)]) == (3 + 3) + (4 + 5)
+    mistral = AutoConfig.for_model("mistral", **common, sliding_window=3)
+    assert pairs(mistral, [(5, 0)]) == 2 * 12
+    kinds = ["chunked_attention", "full_attention"]
+    chunks = AutoConfig.for_model("llama", **common, layer_types=kinds, attention_chunk_size=3)
+    assert pairs(chunks, [(5, 0)]) == (1 + 2 + 3 + 1 + 2) + 15
+    assert pairs(chunks, [(2, 2)]) == (3 + 1) + (3 + 4)
+
+
+def test_few_sequences_use_a_part_of_the_experts():
+    """One of two sequences uses 1 of 4 experts: 1 - (3/4)^2 = 44 %."""
+    config = AutoConfig.for_model("qwen3_moe", num_experts=4, num_experts_per_tok=1)
+    plan = SimpleNamespace(sampler=SamplerMemory(0, 0, 2, 8))
+    (line,) = reservations(Roles(policy=config), plan)
+    assert line.endswith("2 sequences at once use 44% of them if tokens are spread evenly")
+    assert not reservations(Roles(policy=config), SimpleNamespace(sampler=SamplerMemory(0, 0, 64, 64)))
+    assert not reservations(Roles(policy=LLAMA), plan)
+
+
+def test_pcie_of_the_gpu():
+    """64 GB/s is PCIe 5.0; an A100 and cards without NVLink have PCIe 4.0."""
+    seconds = {name: Cost(host=64e9).seconds(gpu_named(name))["host"] for name in ("h100-80gb", "a100-80gb", "l4-24gb")}
+    assert seconds == {"h100-80gb": 1, "a100-80gb": 2, "l4-24gb": 2}
