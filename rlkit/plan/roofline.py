@@ -70,7 +70,6 @@ def costs(
     """The cost of each phase of a step on one rank.
 
     With a critic, or several updates on a batch, the policy scores all rows before the first update ("old logprobs"),
-    With a critic, or several updates on a batch, the policy scores all rows before the first update ("old logprobs"),
     and so does the critic ("values"). KTO's policy and reference score the answers to other prompts ("baseline"), which
     take less memory than training.
 

@@ -151,9 +151,7 @@ def vllm_memory(
     cache = max(0, int(share * gpu.memory) - weights - workspace)
     has_room = cache >= sequence_bytes(config, longest, gpus)  # for the longest sequence, without which vLLM ends
     sequences = min(most, cache // sequence_bytes(config, row, gpus)) if has_room else 0
-    return SamplerMemory(
-        weights, cache, sequences, rows, gpus, utilization, share=share, workspace=workspace
-    )
+    return SamplerMemory(weights, cache, sequences, rows, gpus, utilization, share=share, workspace=workspace)
 
 
 def weight_bytes(config: Any, parameters: int, quantization: str | None) -> int:

@@ -27,7 +27,7 @@ from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles  # noqa: E402
 from rlkit.plan.report import host_memory, not_planned, time_table  # noqa: E402
 from rlkit.plan.roofline import Cost, costs  # noqa: E402
 from rlkit.plan.sampler import SamplerMemory  # noqa: E402
-from rlkit.plan.workload import Workload, longest_batch  # noqa: E402
+from rlkit.plan.workload import Workload, longest_batch, packed_rows  # noqa: E402
 
 
 def large_vocabulary():
@@ -132,23 +132,26 @@ def test_host_memory_counts_images_and_weights_that_are_not_read_in_slices(tmp_p
         "images of 8000 held-out rows (--heldout_rows)": 8 * 500 * image,
     }
     assert len(host_memory(cfg, large_vocabulary(), plan, 16, 8)) == 2
-    assert loading(cfg, rehearsal, 16) == {"largest tensor": 4 * 100}
+    assert loading(cfg, rehearsal) == {"largest tensor": 4 * 100}
     (tmp_path / "pytorch_model.bin").touch()
     assert host_memory(cfg, config, plan, 16, 8)["loading, at most"] == 8 * 4 * 1000
-    assert loading(cfg, rehearsal, 16) == {"largest tensor": 4 * 1000}
+    assert loading(cfg, rehearsal) == {"largest tensor": 4 * 1000}
     (tmp_path / "model.safetensors").touch()
-    assert loading(cfg, rehearsal, 16) == {"largest tensor": 4 * 100}
+    assert loading(cfg, rehearsal) == {"largest tensor": 4 * 100}
 
 
 def test_the_baseline_of_kto_is_a_pass_of_policy_and_reference():
     cfg = load_recipe("recipes/kto.py").Config(model="MODEL")
-    rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, Workload(32, 32, 0, prompts=2, group_size=1), 2)
-    sampler, config = SamplerMemory(0, 0, 2, 2), large_vocabulary()
-    phases = costs(cfg, config, rehearsal, sampler, 2, has_reference=True, models=1)
+    workload = Workload(32, 32, 0, prompts=2, group_size=1)
+    sizes = {"policy": ModelSize(1000, 2000), "reference": ModelSize(1000, 2000)}
+    rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, workload, 2, packed_rows(workload, 512, share_prompts=True), sizes)
+    config = large_vocabulary()
+    roles, sampler = Roles(policy=config, reference=config), SamplerMemory(0, 0, 2, 2)
+    phases = costs(cfg, roles, rehearsal, sampler, 2, 8)
     assert phases["baseline"].flops == 2 * phases["reference"].flops > 0
     assert phases["baseline"].memory == 2 * phases["reference"].memory > 0
     cfg = replace(cfg, baseline=False)
-    assert "baseline" not in costs(cfg, config, rehearsal, sampler, 2, has_reference=True, models=1)
+    assert "baseline" not in costs(cfg, roles, rehearsal, sampler, 2, 8)
 
 
 def test_a_weight_sync_takes_its_buckets(found):
