@@ -144,7 +144,9 @@ def test_the_baseline_of_kto_is_a_pass_of_policy_and_reference():
     cfg = load_recipe("recipes/kto.py").Config(model="MODEL")
     workload = Workload(32, 32, 0, prompts=2, group_size=1)
     sizes = {"policy": ModelSize(1000, 2000), "reference": ModelSize(1000, 2000)}
-    rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, workload, 2, packed_rows(workload, 512, share_prompts=True), sizes)
+    rehearsal = Rehearsal(
+        {}, {}, 0, 1000, 1000, 500, workload, 2, packed_rows(workload, 512, share_prompts=True), sizes
+    )
     config = large_vocabulary()
     roles, sampler = Roles(policy=config, reference=config), SamplerMemory(0, 0, 2, 2)
     phases = costs(cfg, roles, rehearsal, sampler, 2, 8)
