@@ -356,6 +356,9 @@ def is_supported(version: str) -> bool:
 def _start_engine(model: str, config: Any, **options: Any) -> Any:
     """`vllm.LLM` in this process; torch's random state and threads stay the trainer's."""
     vllm = import_vllm()
+    from vllm.distributed import model_parallel_is_initialized
+
+    others_run = model_parallel_is_initialized()  # another engine of this process, which needs vLLM's groups
     register_models()
     if runs_by_transformers(config, options, vllm.ModelRegistry.models):
         from rlkit.rollout import vllm_transformers
@@ -373,7 +376,8 @@ def _start_engine(model: str, config: Any, **options: Any) -> Any:
                 **options,
             )
         except Exception as error:
-            _clean_up_failed_start(error)
+            if not others_run:
+                _clean_up_failed_start(error)
             if not isinstance(error, OSError | RuntimeError | TypeError | ValueError):
                 raise
             raise ValueError(f"model: expected one that vLLM can load, got {model!r}: {error}") from error

@@ -66,7 +66,7 @@ TEXT = {
     "ministral3": {},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {},
-    "seed_oss": {},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0]},
     "olmo3": {"sliding_window": 5, "layer_types": BOTH},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
@@ -376,6 +376,7 @@ MADE_OF_FULL = {  # weights of a layer that each rank makes of full tensors of t
     "kimi_linear": ["self_attn.conv1d"],
     "olmo_hybrid": ["linear_attn.conv1d"],
     "qwen4_exp": ["ple.ple_embedding.ngram_embedding"],
+    "qwen4_exp_text": ["ple.ple_embedding.ngram_embedding"],
 }
 REFUSED = {
     "mamba": ({"state_size": 4}, "linear-attention, state-space"),

@@ -38,7 +38,7 @@ def start(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(start, tmp_path_factory):
     out = tmp_path_factory.mktemp("dpo") / "whole"
-    run_here("dpo", "--model", start, "--out", out, "--lr", 2e-3, *LEARNING)
+    run_here("dpo", "--model", start, "--out", out, "--lr", 1.3e-3, *LEARNING)
     return out
 
 
@@ -51,7 +51,7 @@ def learned(found):
 
 
 def test_learns(whole):
-    # seen with AVX2, without it, and with two threads: held-out accuracy 0.462 -> 0.862; without a learning rate 0.462
+    # seen with AVX2: held-out accuracy 0.462 -> 1.0; without a learning rate 0.462
     assert learned(evaluation(whole)), evaluation(whole)
     rows = helpers.rows(whole)
     assert [row["step"] for row in rows] == list(range(24))

@@ -40,8 +40,8 @@ def test_learns_ahead_and_stays_within_its_bound(warm_dir, server, tmp_path):  #
     out = tmp_path / "ahead"
     options = ["--servers", server, *LEARNING]
     during = ["--evaluate_every", 5, "--keep_best"]
-    done = run("grpo_async", "--model", warm_dir, *options, "--steps", 12, "--lr", 1.5e-3, "--out", out, *during)
-    # seen with AVX2, without it, and with two threads: held-out accuracy 0.462 -> 1.0; without a learning rate 0.462
+    done = run("grpo_async", "--model", warm_dir, *options, "--steps", 12, "--lr", 9e-4, "--out", out, *during)
+    # seen with AVX2: held-out accuracy 0.462 -> 1.0; without a learning rate 0.462
     assert "Traceback" not in done.stderr and helpers.learned(out)
     rows = read_metrics(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(12)) and all(row["time/judging"] > 0 for row in rows)

@@ -133,10 +133,10 @@ def test_two_models_and_several_updates(warm_dir, tmp_path, capsys):  # noqa: F8
     out = tmp_path / "ppo"
     run_here("ppo", "--model", warm_dir, "--out", out, "--steps", 1, *SMALL, "--save_rollouts")
     bundle = read_bundle(out / "rollouts" / "step_0")
-    assert [update.engine for update in bundle.updates] == ["critic_checkpoints", "checkpoints"] * 2
-    assert "values" in bundle.updates[0].fields and "returns" in bundle.updates[1].fields
+    assert [update.engine for update in bundle.updates] == ["critic_checkpoints"] * 2 + ["checkpoints"] * 2
+    assert "values" in bundle.updates[0].fields and "returns" in bundle.updates[2].fields
     assert replayed(out / "rollouts" / "step_0") == 0
-    assert "update 2: advantages" in capsys.readouterr().out
+    assert "update 3: advantages" in capsys.readouterr().out
 
 
 def test_a_recipe_that_samples_ahead_refuses(tmp_path):
