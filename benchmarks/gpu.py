@@ -182,11 +182,12 @@ def time_of_weight_sync(engine: object, parameters: int) -> str:
     size = 2 * parameters
     needed = seconds(weights, repeats=3)
     rows = [["all weights in bfloat16", f"{size / 1e9:.1f}", f"{needed:.2f}", f"{size / needed / 1e9:.0f}"]]
-    engine.offload_between_phases = True
+    offloaded = (engine._offloaded_weights, engine._offloaded_state)
 
     def there_and_back():
-        with engine._weights_on_device(), engine._state_on_device():
-            engine._weights_changed = True  # or only their memory would be freed
+        for part in offloaded:
+            with part.on_device():
+                part.changed = part.enabled = True  # or only their memory would be freed
 
     needed = seconds(there_and_back, repeats=3)
     size = 2 * engine.host_bytes

@@ -147,7 +147,7 @@ def main(cfg: Config) -> None:
             total = runs.totals(engine, judged=len(answers.judged), answers=len(answers.rewards))
             run.print(
                 f"step {step}: no group drawn has different rewards, so the run ends here; "
-                "{judged:.0f} of {answers:.0f} answers were judged".format(**total)
+                f"{total['judged']:.0f} of {total['answers']:.0f} answers were judged"
             )
             break
 

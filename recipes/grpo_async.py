@@ -98,7 +98,8 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
             flags = ["--gpu-memory-utilization", "0.4"]
             flags += ["--weight-transfer-config", '{"backend": "rlkit_gloo"}']
         flags += runs.adapter_flags(cfg)
-        flags += ["--trust-remote-code"] * cfg.trust_remote_code
+        if cfg.trust_remote_code:
+            flags += ["--trust-remote-code"]
         urls = [list(stack.enter_context(serving(path, logs=run.out, options=flags)))]
     dist.broadcast_object_list(urls, 0)
     cfg = replace(cfg, servers=tuple(urls[0]))

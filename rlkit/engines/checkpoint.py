@@ -299,7 +299,7 @@ class _OneTensorReader(dcp.FileSystemReader):
 
 
 def leave_out_unsaved_moments(optimizer: Mapping[str, Any], saved: Collection[str]) -> None:
-    """Remove parameters from the state of an optimizer of which a checkpoint has no moments.
+    """Remove the parameters of which a checkpoint has no moments from the state of an optimizer.
 
     Until it was saved, no loss depended on them: for example a vision tower, if no row had an image. The state of a new
     optimizer has moments of all parameters.
@@ -314,7 +314,11 @@ def leave_out_unsaved_moments(optimizer: Mapping[str, Any], saved: Collection[st
 
 
 def parameters_with_moments(saved: Iterable[str]) -> set[str]:
-    """The names of the parameters of which a checkpoint with these tensors has moments."""
+    """The names of the parameters of which a checkpoint with these tensors has moments, among other prefixes.
+
+    `optimizer.state.a.b.exp_avg` is a moment of the parameter `a.b`, and gives a, a.b and a.b.exp_avg: how many parts
+    the name of a moment has depends on the optimizer.
+    """
     start = "optimizer.state."
     names = (name.removeprefix(start).split(".") for name in saved if name.startswith(start))
     return {prefix for name in names for prefix in accumulate(name, "{}.{}".format)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlkit.engines.distributed import local_part
@@ -21,8 +22,8 @@ class Offloaded:
     blocks of `BLOCK_BYTES`: an allocation for each tensor would take up to twice the memory. All copies are queued
     before the first one is waited for.
 
-    A tensor must not be used between `unload` and `load`. Contents that have not changed since the last `unload` need
-    no second copy: their copy is still on the host.
+    A tensor must not be used between `unload` and `load`. Unchanged contents need no second copy: theirs is still on
+    the host.
 
     Attributes:
         host_bytes: size of the copies.
@@ -35,22 +36,22 @@ class Offloaded:
         self._is_unloaded = False
 
     @torch.no_grad()
-    def unload(self, tensors: Iterable[Tensor], changed: Iterable[Tensor] | None = None) -> None:
+    def unload(self, tensors: Iterable[Tensor], unchanged: Iterable[Tensor] = ()) -> None:
         """Copy tensors to the host and free their memory; of a sharded tensor the part of this rank.
 
         Args:
             tensors: plain tensors, or DTensors.
-            changed: those of them whose contents may differ from the last `unload`; by default all.
+            unchanged: those of them whose contents are those of the last `unload`.
         """
         if self._is_unloaded:
             return
         storages = {storage._cdata: storage for x in tensors for storage in _storages(x) if storage.nbytes()}
-        outdated = storages if changed is None else {storage._cdata for x in changed for storage in _storages(x)}
+        current = {storage._cdata for x in unchanged for storage in _storages(x)}
         copied = {(storage._cdata, start) for storage, _, start in self._storages}
         self._storages, self.host_bytes = [], 0
         for key, storage in storages.items():
             self._storages.append((storage, storage.nbytes(), self.host_bytes))
-            if key in outdated or (key, self.host_bytes) not in copied:
+            if key not in current or (key, self.host_bytes) not in copied:
                 copy_to_host(storage, self._blocks, self.host_bytes)
             self.host_bytes += storage.nbytes()
         if any(storage.device.type == "cuda" for storage in storages.values()):
@@ -67,6 +68,50 @@ class Offloaded:
                 storage.resize_(size)
                 copy_from_host(storage, self._blocks, start)
         self._is_unloaded = False
+
+
+class OffloadedBetweenUses:
+    """Tensors that are on their device in a context that uses them, and on the host at all other times.
+
+    Contexts may be nested or overlap: the tensors go to the host with the last one.
+
+    Args:
+        tensors: returns those to move; called whenever they go to the host.
+        enabled: False leaves the tensors where they are.
+
+    Attributes:
+        changed: set by a use that may have changed the contents, which are then copied to the host at its end. Those of
+            a frozen parameter do not change.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, enabled: bool) -> None:
+        self.on_host, self.enabled, self.changed = Offloaded(), enabled, False
+        self._tensors, self._uses = tensors, 0
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """A context that uses the tensors."""
+        self.on_host.load()
+        with self.kept():
+            yield
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context in which tensors do not go back to the host, once one within it has used them."""
+        self._uses += 1
+        try:
+            yield
+        finally:
+            self._uses -= 1
+            if self.enabled and not self._uses:
+                self.unload()
+
+    def unload(self) -> None:
+        """Move the tensors to the host, even if there is no copy of them yet."""
+        tensors = list(self._tensors())
+        frozen = [x for x in tensors if isinstance(x, nn.Parameter) and not x.requires_grad]
+        self.on_host.unload(tensors, unchanged=frozen if self.changed else tensors)
+        self.changed = False
 
 
 @torch.no_grad()

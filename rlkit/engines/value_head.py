@@ -188,8 +188,10 @@ def _read_classifier(path: str, config: Any, **options: Any) -> Any:
     model = with_value_head(empty_model(path, config, **options))
     body = classifier.base_model.state_dict(prefix=f"{model.base_model_prefix}.")
     model.load_state_dict(body, strict=False, assign=True)  # without the head
-    rounded = classifier.get_parameter(CLASSIFIER_HEAD).data  # to `dtype`; all that is read of a pickle
-    head = _read_tensor(source, CLASSIFIER_HEAD) if weight_files(source) else rounded
+    if weight_files(source):
+        head = _read_tensor(source, CLASSIFIER_HEAD)
+    else:  # pickled weights are read by transformers alone, which rounds the head to `dtype`
+        head = classifier.get_parameter(CLASSIFIER_HEAD).data
     model.get_output_embeddings().weight.data.copy_(head)
     return model
 

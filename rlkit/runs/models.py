@@ -31,6 +31,7 @@ from rlkit.runs.vllm_options import vllm_options
 from rlkit.tracking import Run
 from rlkit.vlm import (
     audio_tower_pattern,
+    disable_dropout,
     freeze,
     load_model,
     load_processor,
@@ -338,7 +339,12 @@ def training_engine(
 
 
 def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
-    """Add adapters, quantize the weights below them and freeze towers, as the options say. A value head is trained."""
+    """Turn dropout off, add adapters, quantize the weights below them and freeze towers, as the options say.
+
+    A value head is trained.
+    """
+    if cfg.disable_dropout:
+        disable_dropout(model)
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
         if head:  # adapters freeze all other weights

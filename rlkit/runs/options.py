@@ -135,8 +135,10 @@ class ModelOptions:
 
 @dataclass
 class AdapterOptions:
-    """Which weights are trained."""
+    """Which weights are trained, and how."""
 
+    disable_dropout: bool = True
+    """Train without dropout, even if the model's configuration has some. Samplers have none."""
     freeze_vision_tower: bool = False
     """Do not train the vision tower."""
     freeze_audio_tower: bool = False

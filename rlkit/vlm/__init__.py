@@ -2,6 +2,7 @@
 
 from rlkit.vlm.adapt import (
     audio_tower_pattern,
+    disable_dropout,
     encoder_modules,
     freeze,
     lora,
@@ -46,6 +47,7 @@ __all__ = [
     "encode_observation",
     "encode_prompt",
     "encode_prompts",
+    "disable_dropout",
     "encoder_modules",
     "freeze",
     "load_audio",

@@ -1,4 +1,4 @@
-"""Freezing by name pattern, LoRA, 4-bit base weights, and weights under the names of checkpoint files."""
+"""Dropout off, freezing by name pattern, LoRA, 4-bit base weights, and weights under the names of checkpoint files."""
 
 from __future__ import annotations
 
@@ -133,6 +133,26 @@ def freeze(model: nn.Module, pattern: str) -> list[str]:
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return frozen
+
+
+def disable_dropout(model: nn.Module) -> list[str]:
+    """Set every probability of dropout in a model to 0, as TRL's option of that name does.
+
+    A policy with dropout is another one in training than in sampling: its ratio and KL are noise. `nn.Dropout` modules
+    and the attributes from which transformers' layers read a probability (`attention_dropout`, `drop_prob`,
+    `layerdrop`) are changed. The model's configuration, and so an export, keeps its values.
+
+    Returns:
+        The names of the probabilities that were not 0.
+    """
+    changed = []
+    for path, module in model.named_modules():
+        is_dropout = isinstance(module, nn.Dropout)
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value and (is_dropout or "drop" in name):
+                setattr(module, name, 0.0)
+                changed.append(f"{path}.{name}")
+    return changed
 
 
 def _top_modules(model: nn.Module) -> set[str]:

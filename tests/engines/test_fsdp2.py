@@ -573,7 +573,8 @@ def test_weights_and_optimizer_are_on_the_host_between_calls(tiny_dir, processor
         size = sum(x.nbytes for x in weights.values())
         assert not any(held_after) if offloads else held_after[-1] >= 3 * size
         assert engine.host_bytes == (held_after[-1] or 3 * size) * offloads
-        copies = [x for of_kind in (engine._weights_on_host, engine._state_on_host) for x in of_kind._blocks]
+        offloaded = (engine._offloaded_weights, engine._offloaded_state)
+        copies = [x for part in offloaded for x in part.on_host._blocks]
         assert sum(x.nbytes for x in copies) < engine.host_bytes + 2 * offload.BLOCK_BYTES
         found.append([torch.tensor([list(step.values()) for step in steps]), scores, logits, *weights.values()])
     assert found[0][0][2].tolist() == found[0][0][3].tolist()  # the third step, and again from the checkpoint

@@ -74,7 +74,25 @@ def test_several_calls_copy_once_and_only_what_changed_goes_back(tiny_dir, copie
         assert copies() == (0, 0)  # the outer context kept the weights
 
 
-def test_loaded_weights_go_back_to_the_host(tiny_dir, tmp_path, copies):
+def test_nested_contexts_and_weights_that_the_caller_writes(tiny_dir, copies):
+    batch = make_batch(load_processor(tiny_dir))
+    engine = make_engine("fsdp2", model=load_model(tiny_dir), offload_between_phases=True)
+    weights = engine.host_bytes
+    copies()
+    with engine.keep_on_device():
+        before = engine.infer_batch(batch)["logprobs"]
+        with engine.keep_on_device():
+            engine.infer_batch(batch)
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.data.mul_(0.5)
+        written = engine.infer_batch(batch)["logprobs"]
+        assert copies() == (weights, 0)
+    assert copies() == (0, weights)
+    assert torch.equal(engine.infer_batch(batch)["logprobs"], written) and not torch.equal(before, written)
+
+
+def test_loaded_weights_go_back_to_the_host(tiny_dir, tmp_path):
     batch = make_batch(load_processor(tiny_dir))
     adamw = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)}
     engine = make_engine("fsdp2", model=load_model(tiny_dir), offload_between_phases=True, **adamw)

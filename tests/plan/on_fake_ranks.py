@@ -116,7 +116,7 @@ def taken(path, cfg, ranks):
             engine.train_batch(batch.select([0]), loss, engine.known_outputs)
             marks.append(time.time_ns())
             engine.train_batch(batch, loss, engine.known_outputs)
-        with engine._weights_on_device(), engine._state_on_device():
+        with engine._offloaded_weights.on_device(), engine._offloaded_state.on_device():
             found = {
                 "parameters": parameters,
                 "gradients": [p.grad for p in parameters if p.grad is not None],

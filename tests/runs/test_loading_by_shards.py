@@ -41,6 +41,15 @@ def test_same_numbers_as_reading_whole(warm_dir, tmp_path, monkeypatch, capsys, 
     assert any(row["grad_norm"] > 0 for row in numbers(tmp_path / "whole"))
 
 
+def test_dropout_of_the_configuration_is_off_unless_asked_for(warm_dir, tmp_path):  # noqa: F811
+    """The log-probabilities of training are those of sampling, in a model whose configuration has dropout."""
+    arguments = ["--model", warm_dir, "--model_config", "text_config.attention_dropout=0.5", *SMALL]
+    run_here("grpo_vlm", "--out", tmp_path / "off", *arguments)
+    assert numbers(tmp_path / "off")[0]["mismatch/abs_dlogp"] < 1e-6
+    with pytest.raises(SystemExit, match="mismatch/abs_dlogp"):
+        run_here("grpo_vlm", "--out", tmp_path / "on", *arguments, "--no_disable_dropout")
+
+
 def options(path, *arguments):
     return parse_options(load("ppo").Config, "", ["--model", str(path), *map(str, arguments)])
 

@@ -19,6 +19,7 @@ from family_configs import TEXT, VISION
 
 from rlkit.vlm import (
     audio_tower_pattern,
+    disable_dropout,
     encoder_modules,
     freeze,
     load_model,
@@ -68,6 +69,26 @@ def test_freeze_vision_tower(model):
     assert frozen and set(frozen) == {name for name in everything if ".visual." in name}
     assert trained(model) == everything - set(frozen)
     assert freeze(model, vision_tower_pattern(model)) == frozen  # twice is once
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "count"),
+    [
+        # each of two layers: attention, its output, the MLP's output
+        ("seed_oss", {"attention_dropout": 0.5, "residual_dropout": 0.5}, 6),
+        # modules: one on the embeddings, three in each of two layers
+        ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}, 7),
+    ],
+)
+def test_disable_dropout(family, options, count):
+    model = test_families.text_model(family, {**TEXT[family], **options}, "sdpa")
+    ids = torch.arange(3, 15)[None]
+    expected = model(ids).logits
+    model.train()
+    assert (model(ids).logits - expected).abs().max() > 1e-2
+    assert len(disable_dropout(model)) == count and disable_dropout(model) == []
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert [getattr(model.config, name) for name in options] == [0.5] * len(options)  # what an export says
 
 
 def test_freeze_by_name(model):

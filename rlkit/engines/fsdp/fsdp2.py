@@ -51,7 +51,7 @@ from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tenso
 from rlkit.engines.logit_functions import LogitFunction, head_logits, topk_of_chunks
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.model_files import has_meta_weights
-from rlkit.engines.offload import Offloaded, own_memory
+from rlkit.engines.offload import OffloadedBetweenUses, own_memory
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
@@ -74,7 +74,7 @@ def _needs_weights(method: Method) -> Method:
 
     @wraps(method)
     def call(self: Fsdp2Engine, *args: Any, **options: Any) -> Any:
-        with self._weights_on_device():
+        with self._offloaded_weights.on_device():
             return method(self, *args, **options)
 
     return cast(Method, call)
@@ -178,11 +178,11 @@ class Fsdp2Engine:
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.keep_gradients, self.offload_between_phases = keep_gradients, offload_between_phases
         self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
-        self._weights_on_host, self._state_on_host, self._users_of_weights = Offloaded(), Offloaded(), 0
-        self._keeps_on_device, self._weights_changed = False, False
+        self._offloaded_weights = OffloadedBetweenUses(self._sharded_weights, enabled=offload_between_phases)
+        self._offloaded_state = OffloadedBetweenUses(self._optimizer_state, enabled=offload_between_phases)
         if offload_between_phases:
             own_memory(self.module.parameters())
-            self._unload_weights()
+            self._offloaded_weights.unload()
 
     @_needs_weights
     def train_batch(
@@ -228,9 +228,9 @@ class Fsdp2Engine:
         lr = self.optimizer.param_groups[0]["lr"]
         is_finite = grad_norm < float("inf")
         if is_finite and rows_of_all_ranks:
-            with self._state_on_device():
+            with self._offloaded_state.on_device():
+                self._mark_changed()
                 self.optimizer.step()
-            self._weights_changed = True
         if not self.keep_gradients:
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -452,7 +452,7 @@ class Fsdp2Engine:
 
     def _iterate_on_device(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same pairs, with the weights on the device. Tensors that may be offloaded afterwards are copied."""
-        with self._weights_on_device():
+        with self._offloaded_weights.on_device():
             self._reshard()
             for name, tensor in weights:
                 yield name, tensor.clone() if self.offload_between_phases else tensor
@@ -462,7 +462,7 @@ class Fsdp2Engine:
     def gathered(self) -> Iterator[Any]:
         """Yield the module with full weights on every rank, so that sampling gathers them only once."""
         units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-        with self._weights_on_device():
+        with self._offloaded_weights.on_device():
             for unit in units:
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
@@ -508,7 +508,7 @@ class Fsdp2Engine:
             extra: returned by `load_checkpoint`.
         """
         self._reshard()
-        with self._state_on_device():
+        with self._offloaded_state.on_device():
             is_new = self.optimizer is not None and not self.optimizer.state
             state = self._state()
             if self.optimizer is not None and is_new:  # torch has made moments by a step with zero gradients
@@ -525,12 +525,13 @@ class Fsdp2Engine:
         """
         saved = checkpoint.read_manifest(path)
         self._reshard()
-        with self._state_on_device():
+        with self._offloaded_state.on_device():
             state = self._state()
             saved_names = checkpoint.tensor_names(path)
             checkpoint.check_parameter_names(path, saved_names, state["model"])
             state = {name: x for name, x in state.items() if name in {"model", "optimizer", *saved_names}}
             checkpoint.leave_out_unsaved_moments(state["optimizer"], saved_names)
+            self._mark_changed()
             checkpoint.load(path, state)
             set_state_dict(
                 self.module,
@@ -539,7 +540,6 @@ class Fsdp2Engine:
                 optim_state_dict=state["optimizer"],
                 options=StateDictOptions(strict=False),
             )
-        self._weights_changed = True
         checkpoint.set_scheduler_state(state, saved, self.scheduler)
         checkpoint.set_random_states(state, self.device)
         return saved["extra"]
@@ -583,7 +583,7 @@ class Fsdp2Engine:
     @property
     def host_bytes(self) -> int:
         """Bytes of weights and optimizer state that this rank keeps in host memory between calls."""
-        return self._weights_on_host.host_bytes + self._state_on_host.host_bytes
+        return self._offloaded_weights.on_host.host_bytes + self._offloaded_state.on_host.host_bytes
 
     @contextmanager
     def keep_on_device(self) -> Iterator[None]:
@@ -592,49 +592,23 @@ class Fsdp2Engine:
         Weights come to the device with the first call, the optimizer state with the first optimizer step. Both go back
         to the host at the end.
         """
-        self._keeps_on_device = True
-        try:
-            yield
-        finally:
-            self._keeps_on_device = False
-            if self.offload_between_phases:
-                self._unload_state()
-                if not self._users_of_weights:
-                    self._unload_weights()
+        with self._offloaded_weights.kept(), self._offloaded_state.kept():
+            try:
+                yield
+            finally:
+                self._mark_changed()  # by the caller, perhaps
 
-    @contextmanager
-    def _weights_on_device(self) -> Iterator[None]:
-        """A context with the weights on the device; with `offload_between_phases` they are on the host outside it."""
-        self._users_of_weights += 1
-        self._weights_on_host.load()
-        try:
-            yield
-        finally:
-            self._users_of_weights -= 1
-            if self.offload_between_phases and not (self._users_of_weights or self._keeps_on_device):
-                self._unload_weights()
+    def _mark_changed(self) -> None:
+        self._offloaded_weights.changed = self._offloaded_state.changed = True
 
-    def _unload_weights(self) -> None:
+    def _sharded_weights(self) -> Iterator[Tensor]:
         self._reshard()
-        changed = [p for p in self.module.parameters() if p.requires_grad] if self._weights_changed else []
-        self._weights_on_host.unload(self.module.parameters(), changed)
-        self._weights_changed = False
+        return self.module.parameters()
 
-    @contextmanager
-    def _state_on_device(self) -> Iterator[None]:
-        """A context with the optimizer's state on the device, like `_weights_on_device`."""
-        self._state_on_host.load()
-        try:
-            yield
-        finally:
-            if self.offload_between_phases and not self._keeps_on_device:
-                self._unload_state()
-
-    def _unload_state(self) -> None:
+    def _optimizer_state(self) -> Iterator[Tensor]:
         states = {} if self.optimizer is None else self.optimizer.state
         values = (x for state in states.values() for x in state.values())
-        # AdamW keeps its step counter on the host
-        self._state_on_host.unload(x for x in values if isinstance(x, Tensor) and x.ndim)
+        return (x for x in values if isinstance(x, Tensor) and x.ndim)  # AdamW keeps its step counter on the host
 
     def _reshard(self) -> None:
         """Shard all parameters, to read or write them: FSDP2 leaves those of the root unit gathered after a forward."""
