@@ -5,7 +5,7 @@ default of a shared option, it repeats the option without a help text:
 
     @dataclass
     class Config(PolicyOptions, TrainingOptions):
-        lr: float = 7e-4
+        lr: float = 5e-4
         clip_low: float = 0.2
         \"""Lower bound of the ratio is 1 - clip_low.\"""
 """
@@ -162,7 +162,7 @@ class AdapterOptions:
 class OptimizerOptions:
     """AdamW and its learning rate."""
 
-    lr: float = 7e-4
+    lr: float = 5e-4
     """Peak learning rate. Default for models other than tiny: 1e-6, or 1e-5 with LoRA."""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Decay of the learning rate from the end of the warm-up to the end of the run."""
@@ -444,7 +444,7 @@ def parse_options(
 def defaults_of_model(cfg: Any) -> dict[str, Any]:
     """Defaults that depend on the model. Empty for the tiny model, for which the recipes' defaults are made.
 
-    The tiny model's learning rate of 7e-4 would destroy a pretrained model, and without gradient checkpointing a real
+    The tiny model's learning rate of 5e-4 would destroy a pretrained model, and without gradient checkpointing a real
     model's activations rarely fit.
     """
     from rlkit.vlm.tiny import is_tiny

@@ -30,7 +30,7 @@ def options(recipe, *arguments):
 def test_tiny_keeps_the_defaults_of_its_recipe(tiny_dir, text_dir):  # noqa: F811
     for model in ([], ["--model", text_dir]):
         cfg = options("grpo_vlm", *model)
-        assert (cfg.lr, cfg.enable_gradient_checkpointing, cfg.threads) == (7e-4, False, 1)
+        assert (cfg.lr, cfg.enable_gradient_checkpointing, cfg.threads) == (5e-4, False, 1)
 
 
 @pytest.mark.parametrize(("adapters", "lr"), [([], 1e-6), (["--lora_rank", 8], 1e-5)])
@@ -69,7 +69,7 @@ def test_recipe_without_a_learning_rate():
 
 def test_exported_tiny_model_is_tiny(text_dir, tmp_path):  # noqa: F811
     load_model(str(text_dir)).save_pretrained(tmp_path)
-    assert options("grpo_vlm", "--model", tmp_path).lr == 7e-4
+    assert options("grpo_vlm", "--model", tmp_path).lr == 5e-4
 
 
 def test_an_option_that_the_chat_template_does_not_have_is_refused_before_the_rows(text_dir):  # noqa: F811
