@@ -32,12 +32,7 @@ from rlkit.rollout.vllm_families import (
     register_models,
     runs_by_transformers,
 )
-from rlkit.rollout.vllm_images import (
-    has_prepared_images,
-    normalization_options,
-    prepared_prompt,
-    takes_prepared_images,
-)
+from rlkit.rollout.vllm_prepared import has_prepared, normalization_options, prepared_prompt, takes_prepared
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_image_attention,
@@ -107,7 +102,7 @@ class VllmRollout:
         else:
             dtype, on_cpu = cpu_dtype_and_options(config, dtype)
             options = cpu_options(dtype, with_family_options({**of_family, **on_cpu}, options))
-        if self.group is None:  # ranks that share an engine do not send each other prepared images
+        if self.group is None:  # ranks that share an engine do not send each other prepared inputs
             options = {**normalization_options(config), **options}
         self.weight_dtype: torch.dtype = getattr(torch, dtype)
         if type(processor).__name__ == QWEN3_OMNI:
@@ -134,8 +129,8 @@ class VllmRollout:
         generation_config = self.llm.model_config.try_get_generation_config()
         self.end_token_ids = end_token_ids(tokenizer, generation_config.get("eos_token_id"))
         self.max_model_len = self.llm.model_config.max_model_len
-        self.prepared = itertools.count()  # of requests with prepared images
-        self.takes_prepared_images = self.group is None and takes_prepared_images(self.llm.model_config)
+        self.count = itertools.count()
+        self.takes_prepared = self.group is None and takes_prepared(self.llm.model_config)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load (HF name, full tensor) of every parameter, one at a time; all ranks iterate together.
@@ -280,7 +275,7 @@ class VllmRollout:
                 engine.abort_request(ids, internal=True)
 
     def _enqueue(self, request: Sample, sampling: Sampling, n: int) -> str:
-        """Give vLLM a request; its id there. Images that the trainer has prepared are not prepared again."""
+        """Give vLLM a request; its id there. What the trainer has prepared is not prepared again."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -294,9 +289,12 @@ class VllmRollout:
             ),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        if self.takes_prepared_images and has_prepared_images(request):
-            prepared, id_ = prepared_prompt(request, self.llm.model_config), f"prepared_{next(self.prepared)}"
-            return self.llm.llm_engine.add_request(id_, prepared, params, lora_request=self.lora_request)
+        if self.takes_prepared and has_prepared(request):
+            prompt, id_ = (
+                prepared_prompt(request, self.processor, self.llm.model_config),
+                f"prepared_{next(self.count)}",
+            )
+            return self.llm.llm_engine.add_request(id_, prompt, params, lora_request=self.lora_request)
         prompt = {**vllm_prompt(request, self.processor), **vllm_video_options(request, self.processor)}
         (id_,) = self.llm.enqueue(prompt, params, use_tqdm=False, lora_request=self.lora_request)
         return id_
