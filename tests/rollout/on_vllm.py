@@ -144,7 +144,7 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     if rollout.takes_prepared:
         films = [film(processor)] if kind == "qwen2_5_vl" else []
         facts["prepared"] = beside_media(rollout, [*prompts, *films])
-        broken = replace(prompts[0], compact_ids=[])
+        broken = replace(next(prompt for prompt in prompts if prompt.images), compact_ids=[])
         facts["broken"] = refused(lambda: rollout.generate([prompts[0], broken], SAMPLING))
         facts["left"] = rollout.llm.llm_engine.has_unfinished_requests()
     if world == 1:
