@@ -6,7 +6,6 @@ In a single process, one engine on every rank of `torchrun`, or one engine shard
 
 from __future__ import annotations
 
-import itertools
 import os
 import traceback
 import weakref
@@ -129,7 +128,6 @@ class VllmRollout:
         generation_config = self.llm.model_config.try_get_generation_config()
         self.end_token_ids = end_token_ids(tokenizer, generation_config.get("eos_token_id"))
         self.max_model_len = self.llm.model_config.max_model_len
-        self.count = itertools.count()
         self.takes_prepared = self.group is None and takes_prepared(self.llm.model_config)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -290,10 +288,8 @@ class VllmRollout:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         if self.takes_prepared and has_prepared(request):
-            prompt, id_ = (
-                prepared_prompt(request, self.processor, self.llm.model_config),
-                f"prepared_{next(self.count)}",
-            )
+            id_ = str(next(self.llm.request_counter))
+            prompt = prepared_prompt(request, self.processor, self.llm.model_config)
             return self.llm.llm_engine.add_request(id_, prompt, params, lora_request=self.lora_request)
         prompt = {**vllm_prompt(request, self.processor), **vllm_video_options(request, self.processor)}
         (id_,) = self.llm.enqueue(prompt, params, use_tqdm=False, lora_request=self.lora_request)

@@ -54,8 +54,10 @@ def takes_prepared(model_config: Any) -> bool:
 
 
 def has_prepared(request: Sample) -> bool:
-    """Whether a sample has images or videos, no audios, and tensors of the known names alone."""
-    return bool(request.vision) and set(request.vision) <= NAMES and not request.audios
+    """Whether a sample has images or videos, which go into its hashes, no audios, and tensors of known names alone."""
+    places = sum(len(runs) for runs in request.placeholders.values())
+    has_all = 0 < places == len(request.images) + len(request.videos)
+    return has_all and bool(request.vision) and set(request.vision) <= NAMES and not request.audios
 
 
 def prepared_prompt(request: Sample, processor: Any, model_config: Any) -> Any:

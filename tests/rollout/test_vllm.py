@@ -544,7 +544,12 @@ def test_prompts_of_other_inputs_are_prepared_by_vllm():
     pixels = {"pixel_values": torch.zeros(1, 3, 2, 2)}
     request = prompt_sample([8, 8], [8], images=[object()], placeholders={8: [2]}, vision=pixels)
     assert has_prepared(request)
-    others = {"vision": {**pixels, "image_sizes": torch.ones(1, 2)}}, {"audios": [object()]}, {"vision": {}}
+    others = (
+        {"vision": {**pixels, "image_sizes": torch.ones(1, 2)}},
+        {"audios": [object()]},
+        {"vision": {}},
+        {"images": []},
+    )
     assert not any(has_prepared(replace(request, **other)) for other in others)
 
 
