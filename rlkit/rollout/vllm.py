@@ -31,6 +31,7 @@ from rlkit.rollout.vllm_families import (
     register_models,
     runs_by_transformers,
 )
+from rlkit.rollout.vllm_prepared import has_prepared, normalization_options, prepared_prompt, takes_prepared
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_image_attention,
@@ -100,6 +101,8 @@ class VllmRollout:
         else:
             dtype, on_cpu = cpu_dtype_and_options(config, dtype)
             options = cpu_options(dtype, with_family_options({**of_family, **on_cpu}, options))
+        if self.group is None:  # ranks that share an engine do not send each other prepared inputs
+            options = {**normalization_options(config), **options}
         self.weight_dtype: torch.dtype = getattr(torch, dtype)
         if type(processor).__name__ == QWEN3_OMNI:
             # vLLM would reuse the tokens of a video for the same frames with another sound
@@ -125,6 +128,7 @@ class VllmRollout:
         generation_config = self.llm.model_config.try_get_generation_config()
         self.end_token_ids = end_token_ids(tokenizer, generation_config.get("eos_token_id"))
         self.max_model_len = self.llm.model_config.max_model_len
+        self.takes_prepared = self.group is None and takes_prepared(self.llm.model_config)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load (HF name, full tensor) of every parameter, one at a time; all ranks iterate together.
@@ -255,28 +259,11 @@ class VllmRollout:
 
     def _run_engine(self, requests: Sequence[Request], n: int) -> Generator[tuple[int, Any]]:
         """(index of a request, vLLM's output), as each request is finished."""
-        from vllm import SamplingParams
-
-        params = [
-            SamplingParams(
-                **vllm_sampling_params(
-                    sampling,
-                    request,
-                    n=n,
-                    suppressed_token_ids=self.suppressed_token_ids,
-                    end_token_ids=self.end_token_ids,
-                )
-            )
-            for request, sampling in requests
-        ]
-        prompts = [
-            {**vllm_prompt(request, self.processor), **vllm_video_options(request, self.processor)}
-            for request, _ in requests
-        ]
-        ids = self.llm.enqueue(prompts, params, use_tqdm=False, lora_request=self.lora_request)
-        index_of = {id_.partition("-")[0]: i for i, id_ in enumerate(ids)}  # vLLM appends "-" and something random
-        engine = self.llm.llm_engine
+        engine, ids = self.llm.llm_engine, list[str]()
         try:
+            for request, sampling in requests:
+                ids.append(self._enqueue(request, sampling, n))
+            index_of = {id_.partition("-")[0]: i for i, id_ in enumerate(ids)}  # vLLM appends "-" and something random
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
@@ -284,6 +271,29 @@ class VllmRollout:
         finally:
             if engine.has_unfinished_requests():
                 engine.abort_request(ids, internal=True)
+
+    def _enqueue(self, request: Sample, sampling: Sampling, n: int) -> str:
+        """Give vLLM a request; its id there. What the trainer has prepared is not prepared again."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            **vllm_sampling_params(
+                sampling,
+                request,
+                n=n,
+                suppressed_token_ids=self.suppressed_token_ids,
+                end_token_ids=self.end_token_ids,
+            ),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        if self.takes_prepared and has_prepared(request):
+            id_ = str(next(self.llm.request_counter))
+            prompt = prepared_prompt(request, self.processor, self.llm.model_config)
+            return self.llm.llm_engine.add_request(id_, prompt, params, lora_request=self.lora_request)
+        prompt = {**vllm_prompt(request, self.processor), **vllm_video_options(request, self.processor)}
+        (id_,) = self.llm.enqueue(prompt, params, use_tqdm=False, lora_request=self.lora_request)
+        return id_
 
     def _make_samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
         check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor))

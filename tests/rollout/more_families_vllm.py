@@ -14,6 +14,7 @@ from test_vllm import (
     MORE_FAMILIES,
     OF_TRANSFORMERS,
     assert_close_in_bfloat16,
+    assert_same_as_prepared_by_vllm,
     assert_sampled_as_scored,
     facts_of,
     run,
@@ -48,6 +49,10 @@ def test_a_server_samples_what_the_trainer_scores(tmp_path, family):
 @pytest.mark.parametrize("family", MORE_BFLOAT16)
 def test_a_family_samples_what_its_trainer_scores_in_bfloat16(alone, family):
     assert_close_in_bfloat16(facts_of(alone, family))
+
+
+def test_what_the_trainer_has_prepared_is_not_prepared_again_and_changes_no_answer(alone):
+    assert_same_as_prepared_by_vllm(facts_of(alone, "qwen3_5_moe"))
 
 
 @pytest.mark.parametrize("family", [*MORE_FAMILIES, *MORE_BFLOAT16])

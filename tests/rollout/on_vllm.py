@@ -29,6 +29,7 @@ from helpers import numbers, run_here  # noqa: E402
 from isolated_cases import case  # noqa: E402
 from rows import make_samples  # noqa: E402
 from vllm_models import build, register  # noqa: E402
+from vllm_prepared_inputs import beside_media, film  # noqa: E402
 
 from rlkit.data import collate, group_ids  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
@@ -140,6 +141,12 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     rollout.update_weights(engine.get_per_tensor_param())
     facts["synced_again"], samples = distance()
 
+    if rollout.takes_prepared:
+        films = [film(processor)] if kind == "qwen2_5_vl" else []
+        facts["prepared"] = beside_media(rollout, [*prompts, *films])
+        broken = replace(next(prompt for prompt in prompts if prompt.images), compact_ids=[])
+        facts["broken"] = refused(lambda: rollout.generate([prompts[0], broken], SAMPLING))
+        facts["left"] = rollout.llm.llm_engine.has_unfinished_requests()
     if world == 1:
         facts["named"] = first_differences(vllm_parts(rollout, samples[0]), engine, samples[0])
         torch.manual_seed(1)

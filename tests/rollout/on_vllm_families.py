@@ -23,6 +23,7 @@ from transformers import (
     SiglipImageProcessor,
 )
 from vllm_models import register
+from vllm_prepared_inputs import beside_media
 
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("vlm", "engines")]
 import family_processors  # noqa: E402
@@ -36,6 +37,7 @@ from rlkit.engines import make_engine  # noqa: E402
 from rlkit.plan.cache import cache_bytes  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.serve import serving  # noqa: E402
+from rlkit.rollout.vllm_prepared import has_prepared  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     encode_prompt,
     load_model,
@@ -225,6 +227,8 @@ def measure(family, path):
     facts["module"] = rollout.llm.apply_model(lambda of_vllm: type(of_vllm).__module__)[0]
     try:
         facts |= distances(engine, rollout, prompts)
+        if rollout.takes_prepared:
+            facts["prepared"] = beside_media(rollout, [prompt for prompt in prompts if has_prepared(prompt)])
         if rollout.weight_dtype == torch.bfloat16:
             facts |= changed_by_casts(engine, rollout)
     except ValueError as error:

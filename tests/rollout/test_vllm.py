@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from isolated_cases import require, run_cases
 from transformers import AutoConfig, LlamaConfig
 
@@ -23,6 +24,7 @@ from rlkit.rollout.serve import command, serving
 from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512, with_family_options
 from rlkit.rollout.vllm_families import check_weight_updates_work, config_or_empty, runs_by_transformers
+from rlkit.rollout.vllm_prepared import has_prepared, normalization_options, takes_prepared
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 from rlkit.vlm.families import has_bidirectional_images
 from rlkit.vlm.loading import load_config
@@ -46,6 +48,9 @@ BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule h
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]
 BFLOAT16_TOLERANCE = 0.08
 OTHER_CPU = "deepseek_v3/other_cpu"
+# cases whose images and videos the trainer prepares for vLLM
+PREPARED = ["qwen2_5_vl", "qwen3_vl", "two_ranks/qwen2_5_vl"]
+PREPARED += [f"family/{name}" for name in ("glm4v", "glm4v_moe", "llava", "qwen2_vl", "qwen3_vl_moe")]
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
@@ -147,6 +152,34 @@ def test_the_planned_cache_is_that_of_vllm(alone, family):
 def test_latent_attention_works_with_and_without_amx(alone):
     """Its kernel for CPUs with AMX refuses float32; both are simulated."""
     assert_sampled_as_scored(alone[f"family/{OTHER_CPU}"])
+
+
+@pytest.mark.parametrize("case", PREPARED)
+def test_what_the_trainer_has_prepared_is_not_prepared_again_and_changes_no_answer(alone, case):
+    assert_same_as_prepared_by_vllm(alone[case])
+
+
+def test_what_the_trainer_has_prepared_is_not_prepared_again_in_bfloat16(alone):
+    assert_same_as_prepared_by_vllm(facts_of(alone, "qwen3_5"))
+
+
+def test_vllm_prepares_images_for_ranks_that_share_an_engine_and_for_other_families(by_rank):
+    shared, other = by_rank[1][SPLITS[1]], by_rank[0]["family/internvl"]
+    assert "prepared" not in shared and "prepared" not in other
+    assert max(shared["synced"], other["synced"]) < TOLERANCE
+
+
+def test_a_request_that_fails_leaves_none_in_the_engine(alone):
+    facts = alone["qwen2_5_vl"]
+    assert facts["broken"].startswith("compact_ids: expected ") and facts["left"] is False
+
+
+def assert_same_as_prepared_by_vllm(facts):
+    """Token by token and bit by bit, images and videos; the tensors, which the trainer needs, stay as they were."""
+    facts = facts["prepared"]
+    assert facts["greedy"] and facts["sampled"] and facts["unchanged"] and facts["distinct"] > 5, facts
+    by_trainer, by_vllm = facts["calls"][::2], facts["calls"][1::2]
+    assert by_trainer == [0, 0] and min(by_vllm) > 1, facts
 
 
 def facts_of(alone, family):
@@ -489,6 +522,35 @@ def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ValueError, match="got an import error .* pip install -e"):
         import_vllm()
+
+
+def test_inputs_are_prepared_where_vllm_does_not_normalize_them_again():
+    def model(architecture, normalizes):
+        of_media = SimpleNamespace(mm_device_do_normalize=normalizes)
+        return SimpleNamespace(architecture=architecture, multimodal_config=of_media)
+
+    assert takes_prepared(model("Qwen3VLForConditionalGeneration", False))
+    assert not takes_prepared(model("Qwen3VLForConditionalGeneration", True))
+    assert not takes_prepared(model("TransformersMultiModalForCausalLM", False))
+    assert not takes_prepared(SimpleNamespace(architecture="LlavaForConditionalGeneration", multimodal_config=None))
+    options = [
+        normalization_options(AutoConfig.for_model("qwen3_vl", architectures=names))
+        for names in (["Qwen3VLForConditionalGeneration"], ["Qwen3ForCausalLM"], None)
+    ]
+    assert options == [{"mm_device_do_normalize": False}, {}, {}]
+
+
+def test_prompts_of_other_inputs_are_prepared_by_vllm():
+    pixels = {"pixel_values": torch.zeros(1, 3, 2, 2)}
+    request = prompt_sample([8, 8], [8], images=[object()], placeholders={8: [2]}, vision=pixels)
+    assert has_prepared(request)
+    others = (
+        {"vision": {**pixels, "image_sizes": torch.ones(1, 2)}},
+        {"audios": [object()]},
+        {"vision": {}},
+        {"images": []},
+    )
+    assert not any(has_prepared(replace(request, **other)) for other in others)
 
 
 def test_a_request_carries_the_compact_track():

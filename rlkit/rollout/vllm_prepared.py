@@ -1,0 +1,116 @@
+"""Images and videos that the trainer's processor has prepared, as inputs of vLLM in this process.
+
+Otherwise vLLM would prepare them again. Importable without vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlkit.data.samples import Expansion, Sample, expand_placeholders, expanded_lengths
+from rlkit.vlm.inputs import PIXEL_KEYS
+from rlkit.vlm.processors import placeholder_id
+
+# vLLM's models of which every image and video has a row of pixels for each patch, and one row in `..._grid_thw`
+PATCH_ROWS = frozenset(
+    {
+        "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+IMAGE_ROWS = frozenset({"LlavaForConditionalGeneration"})  # those of which every image has one row of pixels
+SECONDS = "second_per_grid_ts"  # of videos of Qwen2.5-VL
+NAMES = frozenset({"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", SECONDS})
+
+
+def normalization_options(config: Any) -> dict[str, Any]:
+    """Options of `vllm.LLM` for a model that is given prepared inputs, which are normalized already.
+
+    Args:
+        config: of the model, from transformers.
+    """
+    takes = not (PATCH_ROWS | IMAGE_ROWS).isdisjoint(config.architectures or ())
+    return {"mm_device_do_normalize": False} if takes else {}
+
+
+def takes_prepared(model_config: Any) -> bool:
+    """Whether a model can be given prepared inputs: one of the above, by vLLM's code, that does not normalize them.
+
+    Args:
+        model_config: `vllm.LLM(...).model_config`.
+    """
+    of_media = model_config.multimodal_config
+    is_known = model_config.architecture in PATCH_ROWS | IMAGE_ROWS
+    return is_known and of_media is not None and not of_media.mm_device_do_normalize
+
+
+def has_prepared(request: Sample) -> bool:
+    """Whether a sample has images or videos, which go into its hashes, no audios, and tensors of known names alone."""
+    places = sum(len(runs) for runs in request.placeholders.values())
+    has_all = 0 < places == len(request.images) + len(request.videos)
+    return has_all and bool(request.vision) and set(request.vision) <= NAMES and not request.audios
+
+
+def prepared_prompt(request: Sample, processor: Any, model_config: Any) -> Any:
+    """vLLM's input for a prompt: the expanded track, and the tensors, place and hash of each image and video.
+
+    Args:
+        request: a sample for which `has_prepared` is True.
+        processor: the trainer's.
+        model_config: `vllm.LLM(...).model_config`.
+    """
+    from transformers import BatchFeature
+    from vllm.inputs import mm_input
+    from vllm.multimodal import MultiModalHasher, MultiModalKwargsItems
+
+    algorithm = model_config.multimodal_config.mm_hasher_algorithm
+    hashes = {
+        "image": [MultiModalHasher.hash_kwargs(algorithm, image=image) for image in request.images],
+        "video": [MultiModalHasher.hash_kwargs(algorithm, video=one.frames, fps=one.fps) for one in request.videos],
+    }
+    kinds = [kind for kind in hashes if hashes[kind]]
+    cast = {name: x.to(model_config.dtype) for name, x in request.vision.items() if name in PIXEL_KEYS.values()}
+    return mm_input(
+        prompt_token_ids=expand_placeholders(request.compact_ids, request.placeholders),
+        mm_kwargs=MultiModalKwargsItems.from_hf_inputs(BatchFeature({**request.vision, **cast}), _fields(request)),
+        mm_hashes={kind: hashes[kind] for kind in kinds},
+        mm_placeholders={kind: _places(request, processor, kind) for kind in kinds},
+    )
+
+
+def _fields(request: Sample) -> dict[str, Any]:
+    """How vLLM divides each tensor among the images or videos of a sample."""
+    from vllm.multimodal.inputs import MultiModalFieldConfig
+
+    fields = {}
+    for kind in ("image", "video"):
+        fields[PIXEL_KEYS[kind]] = MultiModalFieldConfig.batched(kind)
+        if (grids := request.vision.get(grid_name := f"{kind}_grid_thw")) is not None:
+            fields[PIXEL_KEYS[kind]] = MultiModalFieldConfig.flat_from_sizes(kind, grids.prod(-1))
+            fields[grid_name] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+    return fields | {SECONDS: MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
+
+
+def _places(request: Sample, processor: Any, kind: str) -> list[Any]:
+    """The tokens of each image or video in the expanded track, and which of them features replace."""
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    token = placeholder_id(processor, kind)
+    of_features = torch.tensor([placeholder_id(processor, "image"), token])  # GLM-4V has the image's in videos too
+    repeats = expanded_lengths(request.compact_ids, request.placeholders)
+    first = (repeats.cumsum() - repeats)[np.asarray(request.compact_ids) == token].tolist()
+    return [
+        PlaceholderRange(start, len(run.tokens), torch.isin(torch.tensor(run.tokens), of_features))
+        if isinstance(run, Expansion)
+        else PlaceholderRange(start, run)
+        for start, run in zip(first, request.placeholders[token], strict=True)
+    ]
