@@ -112,7 +112,9 @@ def prefill(module: Any, requests: Sequence[Sample], n: int) -> DecodingState:
     positions = position_ids(tokens, attention_mask, vision, spec)
     inputs = {"input_ids": tokens, "attention_mask": attention_mask.long(), "position_ids": positions}
     inputs = gemma_frames_as_images({**inputs, **vision_kwargs(tokens, vision, spec)}, module.config)
-    out = module(**{name: x.to(device) for name, x in inputs.items()}, use_cache=True, logits_to_keep=1)
+    # not `logits_to_keep=1`: a slice is not contiguous, and a CPU would multiply each row with its own copy of the head
+    inputs["logits_to_keep"] = torch.tensor([tokens.shape[1] - 1])
+    out = module(**{name: x.to(device) for name, x in inputs.items()}, use_cache=True)
     _select_rows(out.past_key_values, torch.arange(len(requests), device=device).repeat_interleave(n))
     last_positions = (positions.amax(0) if positions.ndim == 3 else positions)[:, -1]
     batch_size = len(requests) * n

@@ -67,6 +67,16 @@ def test_logprobs_equal_the_trainers(engine, rollout, prompts):
     assert len({len(s.response_ids) for s in samples}) > 1
 
 
+def test_a_batch_of_prompts_multiplies_one_matrix_with_the_head(engine, rollout, prompts):
+    """torch multiplies each row of a slice with its own copy of the head, 11 GB for 200 prompts to SmolLM2."""
+    seen = []
+    head = engine.module.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[0].shape, inputs[0].is_contiguous())))
+    rollout.generate(prompts, Sampling(2))
+    handle.remove()
+    assert [shape[:2] for shape, _ in seen] == [(4, 1), (4, 1)] and all(contiguous for _, contiguous in seen)
+
+
 def test_special_tokens_around_thinking_stay_in_the_text():
     """In all rollouts: hf has a path of its own, the others make their samples by `finished_sample`."""
     tokenizer = tiny_text_tokenizer(["hm 5 4"])
