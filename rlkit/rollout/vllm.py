@@ -34,9 +34,10 @@ from rlkit.rollout.vllm_families import (
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_image_attention,
+    check_kimi_videos,
     check_suppressed_token_ids,
     check_videos,
-    check_vision_chunks,
+    vision_chunk_prompt,
     vllm_prompt,
     vllm_sampling_params,
     vllm_video_options,
@@ -220,7 +221,7 @@ class VllmRollout:
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
         check_videos(requests, self.processor)
-        check_vision_chunks(requests, self.config)
+        check_kimi_videos(requests, self.config)
         if not self.on_gpu:
             check_image_attention(requests, self.config)
         gathered, first = self._gather_requests(list(zip(requests, params, strict=True)))
@@ -270,7 +271,11 @@ class VllmRollout:
             for request, sampling in requests
         ]
         prompts = [
-            {**vllm_prompt(request, self.processor), **vllm_video_options(request, self.processor)}
+            {
+                **vllm_prompt(request, self.processor),
+                **vllm_video_options(request, self.processor),
+                **vision_chunk_prompt(request, self.processor, self.config),
+            }
             for request, _ in requests
         ]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False, lora_request=self.lora_request)
@@ -286,7 +291,7 @@ class VllmRollout:
                 engine.abort_request(ids, internal=True)
 
     def _make_samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
-        check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor))
+        check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor, request.token_ids))
         samples = []
         for completion in sorted(output.outputs, key=lambda completion: completion.index):
             sample = finished_sample(

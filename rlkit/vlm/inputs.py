@@ -298,10 +298,8 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, siz
         return _gemma_tokens(sizes, config)
     if family == "glm5_next":
         return (sizes.prod(1) // vision.spatial_merge_size**2).tolist()
-    if family == "kimi_k25":
-        return (
-            sizes[:, 1:].prod(1) // math.prod(vision.merge_kernel_size)
-        ).tolist()  # the frames of a chunk are merged
+    if family == "kimi_k25":  # the frames of a chunk are merged
+        return (sizes[:, 1:].prod(1) // math.prod(vision.merge_kernel_size)).tolist()
     if family == "lfm2_vl":  # in patches; an odd row or column is padded
         return (sizes / config.downsample_factor).ceil().long().prod(1).tolist()
     if family == "minicpmv4_6":  # of slices, in patches

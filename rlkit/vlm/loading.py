@@ -306,12 +306,13 @@ def encode_kimi_videos(
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-    pixels, grids = (kwargs.get(name) for name in ("pixel_values_videos", "video_grid_thw"))
-    if pixels is None:
+    if kwargs.get("pixel_values_videos") is None:
         return None
+    pixels, grids = kwargs["pixel_values_videos"], kwargs["video_grid_thw"]
     states = model.vision_tower(pixels, grid_thw=grids, temporal_merge_index=grids.new_zeros(1, 1, 1)).last_hidden_state
     merged = model.vision_tower.temporal_patch_merger(states, grids)
-    features = {"video": BaseModelOutputWithPooling(pooler_output=[model.mm_projector(merged).squeeze(1)])}
+    features: dict[str, Any] = {"pooler_output": [model.mm_projector(merged).squeeze(1)]}
+    encoded = {"video": BaseModelOutputWithPooling(**features)}
     if kwargs.get("pixel_values") is not None:
-        features["image"] = model.get_image_features(kwargs["pixel_values"], kwargs["image_grid_thw"])
-    return args, {**kwargs, "pixel_values": None, "pixel_values_videos": None, "mm_encoder_outputs": features}
+        encoded["image"] = model.get_image_features(kwargs["pixel_values"], kwargs["image_grid_thw"])
+    return args, {**kwargs, "pixel_values": None, "pixel_values_videos": None, "mm_encoder_outputs": encoded}

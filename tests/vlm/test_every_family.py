@@ -28,7 +28,13 @@ from rlkit.engines.packing.dummy_media import dummy_sample  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
-from rlkit.rollout.vllm_requests import check_videos, check_vision_chunks  # noqa: E402
+from rlkit.rollout.vllm_requests import (  # noqa: E402
+    as_trainer_tokens,
+    check_kimi_videos,
+    check_videos,
+    check_vision_chunks,
+    vision_chunk_prompt,
+)
 from rlkit.vlm import (  # noqa: E402
     encode_answers,
     encode_chat,
@@ -427,17 +433,39 @@ def test_videos_that_vllm_would_change_are_refused():
     assert [time in text for time in ("0.0 seconds", "1.0 seconds", "2.0 seconds")] == [True] * 3
 
 
-def test_images_of_kimi_k25_are_refused_for_the_class_of_its_published_files():
-    """For the class that transformers writes, vLLM runs transformers' code, which takes them."""
+def test_images_and_videos_of_kimi_k25_are_chunks_in_vllm():
+    """One placeholder of images for each chunk, up to four frames; their tokens become those of the trainer again."""
+    config, processor = model("kimi_k25").config, reader("kimi_k25")
+    image, video = config.image_token_id, config.video_token_id
+    config.architectures = ["KimiK25ForConditionalGeneration"]
+    long, mixed = watching_prompts("kimi_k25")
+    for request, expected in ((long, [4, 1]), (mixed, [3, "image", 2])):
+        sent = vision_chunk_prompt(request, processor, config)
+        chunks = sent["multi_modal_data"]["vision_chunk"]
+        assert [len(x["video_chunk"]) if x["type"] == "video_chunk" else x["type"] for x in chunks] == expected
+        ids = sent["prompt_token_ids"]
+        assert ids.count(image) == len(chunks) and video not in ids
+        shorter = [image if token == video else token for token, run in groupby(request.token_ids) for _ in [*run]]
+        assert as_trainer_tokens(shorter, processor, request.token_ids) == request.token_ids
+        in_runs = [token for token, run in groupby(shorter) for _ in ([0] if token == image else [*run])]
+        assert in_runs == ids
+    assert np.array_equal(np.asarray(chunks[2]["video_chunk"][1]), mixed.videos[1].frames[1])
+    assert vision_chunk_prompt(prompts("kimi_k25")[0], processor, config) == {}
+
+
+def test_media_of_kimi_k25_that_vllm_does_not_take_are_refused():
+    """Servers take no chunks. For the class that transformers writes, vLLM runs transformers' code, without a hook."""
     config = model("kimi_k25").config
     config.architectures = ["Kimi_K25ForConditionalGeneration"]
     check_vision_chunks(prompts("kimi_k25"), config)
+    check_kimi_videos(prompts("kimi_k25"), config)
+    with pytest.raises(ValueError, match="^videos: expected none for Kimi_K25For.*, got 3; use rollout 'hf'$"):
+        check_kimi_videos(watching_prompts("kimi_k25"), config)
     config.architectures = ["KimiK25ForConditionalGeneration"]
+    check_kimi_videos(watching_prompts("kimi_k25"), config)
     check_vision_chunks(prompts("kimi_k25")[:1], config)
-    with pytest.raises(
-        ValueError, match="^images: expected none for KimiK25For.* as vision_chunk, .* got 3; use rollout"
-    ):
-        check_vision_chunks(prompts("kimi_k25"), config)
+    with pytest.raises(ValueError, match="^images: expected none for KimiK25For.* got 4 images and videos; use"):
+        check_vision_chunks(watching_prompts("kimi_k25"), config)
 
 
 VIDEOS_REFUSED = {  # family -> (the text of the error, a prompt with a video)
