@@ -275,9 +275,10 @@ Notes:
   compared, which takes a GPU or the published files.
 - **kimi_k25 with vLLM.** vLLM's model is called `KimiK25ForConditionalGeneration`, as in the published `config.json`,
   and asks for the `media_proc_cfg` of the published processor. For `Kimi_K25ForConditionalGeneration`, the class that
-  transformers writes, and so for an export, vLLM 0.32 runs transformers' own model. vLLM's takes images as
-  `vision_chunk`, a form that rlkit does not send: prompts with images are refused for that class. On a CPU rollout
-  `vllm` refuses the family.
+  transformers writes, and so for an export, vLLM 0.32 runs transformers' own model, which fails for videos. vLLM's own
+  takes images, and chunks of four frames of videos, as `vision_chunk`. Rollout `vllm` sends them so. Servers take no
+  such form: prompts with images and videos are refused there. `make families` has vLLM's processor read such prompts on
+  a CPU: tokens and sizes are the trainer's. No run on a GPU was tested. On a CPU rollout `vllm` refuses the family.
 - **olmo_hybrid with vLLM.** vLLM 0.32 loads no files of it: its mapper marks the convolutions of queries, keys and
   values by an attribute that the loader of the merged convolution does not read ("list indices must be integers or
   slices, not NoneType").
@@ -305,10 +306,13 @@ Notes:
 - **Videos of InternVL and MiniCPM-V 4.6.** All videos of a row must have the same number of frames, as transformers'
   processors stack them. Neither writes the times of frames. In the prompt that vLLM reports, frames of InternVL consist
   of the placeholder of videos instead of that of images; rlkit takes both for the same.
-- **Videos of Kimi K2.5 and SmolVLM** are refused. Kimi K2.5 merges four frames into one, but transformers 5.19 splits
-  the features by the number before: "split_with_sizes expects split_sizes to sum exactly to 9 [...], but got
-  split_sizes=[27]". SmolVLM's processor calls the pixels of images and videos by one name, so that images of a row with
-  a video are lost; the tokenizer of SmolVLM2 has no token for the place of a video; and vLLM accepts images only.
+- **Videos of Kimi K2.5.** Four frames are a chunk, of which the vision tower makes the features of one frame.
+  transformers 5.19 fails for chunks of different numbers of frames ("Sizes of tensors must match"), and for others it
+  splits the features by the number before: "split_with_sizes expects split_sizes to sum exactly to 9 [...], but got
+  split_sizes=[27]". In the engine a hook merges the frames and gives the forward the features (`encode_kimi_videos`).
+- **Videos of SmolVLM** are refused. Its processor calls the pixels of images and videos by one name, so that images of
+  a row with a video are lost; the tokenizer of SmolVLM2 has no token for the place of a video; and vLLM accepts images
+  only.
 - **qwen4_exp.** Each query attends to the blocks of tokens that an indexer chooses, next to gated delta rule and
   embeddings of the last tokens. In packed rows all three get each sequence as a row of its own. transformers 5.19
   chooses the blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does

@@ -35,9 +35,10 @@ from rlkit.rollout.vllm_prepared import has_prepared, normalization_options, pre
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_image_attention,
+    check_kimi_videos,
     check_suppressed_token_ids,
     check_videos,
-    check_vision_chunks,
+    vision_chunk_prompt,
     vllm_prompt,
     vllm_sampling_params,
     vllm_video_options,
@@ -224,7 +225,7 @@ class VllmRollout:
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
         check_videos(requests, self.processor)
-        check_vision_chunks(requests, self.config)
+        check_kimi_videos(requests, self.config)
         if not self.on_gpu:
             check_image_attention(requests, self.config)
         gathered, first = self._gather_requests(list(zip(requests, params, strict=True)))
@@ -291,12 +292,16 @@ class VllmRollout:
             id_ = str(next(self.llm.request_counter))
             prompt = prepared_prompt(request, self.processor, self.llm.model_config)
             return self.llm.llm_engine.add_request(id_, prompt, params, lora_request=self.lora_request)
-        prompt = {**vllm_prompt(request, self.processor), **vllm_video_options(request, self.processor)}
+        prompt = {
+            **vllm_prompt(request, self.processor),
+            **vllm_video_options(request, self.processor),
+            **vision_chunk_prompt(request, self.processor, self.config),
+        }
         (id_,) = self.llm.enqueue(prompt, params, use_tqdm=False, lora_request=self.lora_request)
         return id_
 
     def _make_samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
-        check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor))
+        check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor, request.token_ids))
         samples = []
         for completion in sorted(output.outputs, key=lambda completion: completion.index):
             sample = finished_sample(

@@ -24,7 +24,7 @@ OBSTACLES = {
     "glm5_next_text": "its kernels for linear attention need Triton, so a GPU",
     "cohere_compass_text": "the rotary frequencies of a head have another order in vLLM than in transformers",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
-    "kimi_k25": "vLLM takes its images as vision_chunk, and reads the processor of published files only",
+    "kimi_k25": "vLLM reads the configuration and the processor of published files only",
     "ernie4_5_vl_moe": "vLLM reads the configuration and the processor of published files only, by their own code",
     **dict.fromkeys(
         ("cosmos3_edge", "cosmos3_omni"),

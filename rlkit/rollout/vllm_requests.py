@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from rlkit.data.samples import Audio, Sample, Video
+from rlkit.data.samples import Audio, Expansion, Sample, Video, expand_placeholders
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.families import has_bidirectional_images
@@ -146,30 +148,100 @@ def check_image_attention(requests: Sequence[Sample], config: Any) -> None:
         )
 
 
-def check_vision_chunks(requests: Sequence[Sample], config: Any) -> None:
-    """Raise a ValueError for images of Kimi K2.5 by the class of its published files, where vLLM takes no `image`.
+VISION_CHUNKS = "KimiK25ForConditionalGeneration"  # vLLM's class, which takes neither `image` nor `video`
+
+
+def takes_vision_chunks(config: Any) -> bool:
+    """Whether vLLM takes images and chunks of videos together, as `vision_chunk`: Kimi K2.5 by its published class.
 
     Args:
         config: of the model.
     """
-    name = "KimiK25ForConditionalGeneration"
-    if name in (config.architectures or ()) and (count := sum(len(request.images) for request in requests)):
+    return VISION_CHUNKS in (config.architectures or ())
+
+
+def vision_chunk_prompt(request: Sample, processor: Any, config: Any) -> dict[str, Any]:
+    """vLLM's prompt of a family that takes `vision_chunk`; {} for others, and without media.
+
+    The text around the chunks of a video is that of the trainer, with one placeholder, that of images, for each chunk.
+    """
+    if not takes_vision_chunks(config) or not (request.images or request.videos):
+        return {}
+    image, video = placeholder_id(processor, "image"), placeholder_id(processor, "video")
+    in_text = [_one_placeholder_per_chunk(one, video, image) for one in request.placeholders.get(video, ())]
+    images, videos = iter(request.images), iter(request.videos)
+    chunks: list[dict[str, Any]] = []
+    for token in request.compact_ids:
+        if token == image:
+            chunks.append({"type": "image", "image": next(images), "uuid": None})
+        elif token == video:
+            chunks += _video_chunks(next(videos), processor.video_processor.temporal_patch_size)
+    ids = expand_placeholders(request.compact_ids, {video: in_text})
+    return {"prompt_token_ids": ids, "multi_modal_data": {"vision_chunk": chunks}}
+
+
+def _one_placeholder_per_chunk(expansion: Any, video: int, image: int) -> Expansion:
+    """The tokens of a video with a placeholder of images for each run of placeholders of videos."""
+    tokens: list[int] = []
+    for token, run in groupby(expansion.tokens):
+        tokens += [image] if token == video else run
+    return expansion._replace(tokens=tokens)
+
+
+def _video_chunks(video: Video, size: int) -> list[dict[str, Any]]:
+    """The frames of a video in chunks of this size; vLLM uses `prompt` and `video_idx` for prompts of text alone."""
+    frames = [Image.fromarray(frame) for frame in video.frames]
+    chunks = [frames[i : i + size] for i in range(0, len(frames), size)]
+    return [{"type": "video_chunk", "video_chunk": one, "uuid": None, "prompt": "", "video_idx": 0} for one in chunks]
+
+
+def check_kimi_videos(requests: Sequence[Sample], config: Any) -> None:
+    """Raise a ValueError for videos of Kimi K2.5 by the class that transformers writes.
+
+    vLLM has no model of that name and runs transformers' code, which fails for videos.
+
+    Args:
+        config: of the model.
+    """
+    if config.model_type == "kimi_k25" and not takes_vision_chunks(config):
+        if count := sum(len(request.videos) for request in requests):
+            raise ValueError(
+                f"videos: expected none for {', '.join(config.architectures or ())} in vLLM, which runs "
+                f"transformers' code for it, which fails for videos, got {count}; use rollout 'hf'"
+            )
+
+
+def check_vision_chunks(requests: Sequence[Sample], config: Any) -> None:
+    """Raise a ValueError for images and videos of Kimi K2.5 on servers, by the class of its published files.
+
+    Args:
+        config: of the model.
+    """
+    count = sum(len(request.images) + len(request.videos) for request in requests)
+    if takes_vision_chunks(config) and count:
         raise ValueError(
-            f"images: expected none for {name} in vLLM, which takes images as vision_chunk, a form that rlkit does not "
-            f"send, got {count}; use rollout 'hf'"
+            f"images: expected none for {VISION_CHUNKS} on a vLLM server, which would have to get them as "
+            f"vision_chunk, got {count} images and videos; use rollout 'vllm' or 'hf'"
         )
 
 
-def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:
+def as_trainer_tokens(token_ids: Sequence[int], processor: Any, of_trainer: Sequence[int] = ()) -> Sequence[int]:
     """The tokens of a prompt that vLLM has expanded, with the placeholders that the trainer has.
 
-    They differ in videos of InternVL only: vLLM repeats the placeholder of a video, and transformers' processor that of
-    an image. The features of a frame replace either.
+    They differ in videos of two families. For InternVL vLLM repeats the placeholder of a video, and transformers'
+    processor that of an image; for Kimi K2.5 it is the other way round. The features of a frame replace either.
+
+    Args:
+        of_trainer: the trainer's tokens, which for Kimi K2.5 say where videos are.
     """
-    if type(processor).__name__ != "InternVLProcessor":
+    name = type(processor).__name__
+    if name not in ("InternVLProcessor", "Kimi_K25Processor"):
         return token_ids
     image, video = placeholder_id(processor, "image"), placeholder_id(processor, "video")
-    return [image if token == video else token for token in token_ids]
+    if name == "InternVLProcessor":
+        return [image if token == video else token for token in token_ids]
+    pairs = zip_longest(token_ids, of_trainer[: len(token_ids)])
+    return [video if pair == (image, video) else pair[0] for pair in pairs]
 
 
 def _check_whole_seconds(request: Sample) -> None:

@@ -40,7 +40,14 @@ from rlkit.vlm.processors import (
 
 # outputs of a processor that are not vision tensors; the engine computes its own
 TEXT_OUTPUTS = frozenset(
-    {"input_ids", "attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"}
+    {
+        "input_ids",
+        "attention_mask",
+        "mm_token_type_ids",
+        "moe_mm_token_type_ids",
+        "token_type_ids",
+        "num_chunks_per_video",  # of Kimi K2.5, whose text has a run of placeholders for each chunk
+    }
 )
 
 

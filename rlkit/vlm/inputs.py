@@ -268,11 +268,13 @@ IMAGE_SIZE_KEYS = {
 }
 
 
-# the same for each frame of a video (in MiniCPM-V, for each slice of a frame; in GLM-5.3-Flash, for each video)
+# the same for each frame of a video (in MiniCPM-V, for each slice of a frame; in GLM-5.3-Flash, for each video; in Kimi
+# K2.5, for each chunk of frames)
 FRAME_SIZE_KEYS = {
     "gemma4": "video_position_ids",
     "gemma4_unified": "video_position_ids",
     "glm5_next": "video_grid_thw",
+    "kimi_k25": "video_grid_thw",
     "minicpmv4_6": "target_sizes_videos",
 }
 
@@ -296,8 +298,8 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, siz
         return _gemma_tokens(sizes, config)
     if family == "glm5_next":
         return (sizes.prod(1) // vision.spatial_merge_size**2).tolist()
-    if family == "kimi_k25":
-        return (sizes.prod(1) // math.prod(vision.merge_kernel_size)).tolist()
+    if family == "kimi_k25":  # the frames of a chunk are merged
+        return (sizes[:, 1:].prod(1) // math.prod(vision.merge_kernel_size)).tolist()
     if family == "lfm2_vl":  # in patches; an odd row or column is padded
         return (sizes / config.downsample_factor).ceil().long().prod(1).tolist()
     if family == "minicpmv4_6":  # of slices, in patches

@@ -270,15 +270,17 @@ def copy_with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
 
 
 def compute_as_published(model: Any) -> None:
-    """Set attributes by which transformers 5.19 computes three families otherwise than their authors' code and vLLM.
+    """Mend four families that transformers 5.19 computes otherwise than their authors' code and vLLM.
 
     PaddleOCR-VL: its vision tower aligns the corners of two grids when it resizes position embeddings; up to 5.0 it did
     not. The results differ for every image that is not a square of the size of the embeddings. Nemotron-H: time steps
     of its Mamba layers have `time_step_min` as lower limit, instead of those in `time_step_limit`. Gemma 4: its
     audio tower expects the boolean mask of sdpa. The mask of eager attention is 0 where that one is True, so that
-    frames attend to padding and to frames outside their window.
+    frames attend to padding and to frames outside their window. Kimi K2.5: see `encode_kimi_videos`.
     """
     family = model.config.model_type
+    if family == "kimi_k25":
+        model.model.register_forward_pre_hook(encode_kimi_videos, with_kwargs=True)
     for module in model.modules() if family in ("paddleocr_vl", "nemotron_h", "gemma4") else ():
         if hasattr(module, "interpolation_align_corners"):
             module.interpolation_align_corners = False
@@ -286,3 +288,31 @@ def compute_as_published(model: Any) -> None:
             module.time_step_limit = tuple(model.config.time_step_limit)
         if type(module).__name__ == "Gemma4AudioModel":
             module.set_attn_implementation("sdpa")
+
+
+def encode_kimi_videos(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Kimi K2.5: a hook before the forward, which replaces pixels by features if there are videos.
+
+    The vision tower merges the frames of a chunk of a video into their mean. transformers 5.19 fails for chunks of
+    different numbers of frames, and then splits the features as if there were those of all frames. Here the tower does
+    not merge them (its last index is of one patch), but its method `temporal_patch_merger`. The forward takes features
+    instead of pixels, but then of images as well.
+
+    Args:
+        model: the part with the vision tower and the projector.
+        args, kwargs: of its forward.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    if kwargs.get("pixel_values_videos") is None:
+        return None
+    pixels, grids = kwargs["pixel_values_videos"], kwargs["video_grid_thw"]
+    states = model.vision_tower(pixels, grid_thw=grids, temporal_merge_index=grids.new_zeros(1, 1, 1)).last_hidden_state
+    merged = model.vision_tower.temporal_patch_merger(states, grids)
+    features: dict[str, Any] = {"pooler_output": [model.mm_projector(merged).squeeze(1)]}
+    encoded = {"video": BaseModelOutputWithPooling(**features)}
+    if kwargs.get("pixel_values") is not None:
+        encoded["image"] = model.get_image_features(kwargs["pixel_values"], kwargs["image_grid_thw"])
+    return args, {**kwargs, "pixel_values": None, "pixel_values_videos": None, "mm_encoder_outputs": encoded}

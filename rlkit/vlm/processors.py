@@ -33,6 +33,7 @@ VIDEO_PROCESSORS = frozenset(
         "CohereCompassProcessor",
         "Cosmos3EdgeProcessor",
         "Glm5NextProcessor",
+        "Kimi_K25Processor",
         *OMNI_PROCESSORS,
     }
 )
@@ -41,7 +42,6 @@ TWO_FRAMES_AT_LEAST = GLM_PROCESSORS | {"Qwen3VLProcessor", "CohereCompassProces
 STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor"})
 # processor -> why videos of its family are refused
 VIDEO_OBSTACLES = {
-    "Kimi_K25Processor": "the forward of transformers 5.19 fails for videos of more than one frame",
     "SmolVLMProcessor": "the processor of transformers 5.19 loses the images of a row with a video",
 }
 

@@ -41,7 +41,7 @@ HEARS = {  # family -> the first module that an audio goes through
     "gemma4_unified": "embed_audio",
 }
 DUMMIES = [*((family, {"image": True}) for family in VISION)]
-WITH_VIDEOS = [*PATCHES, "minicpmv4_6", "glm5_next"]
+WITH_VIDEOS = [*PATCHES, "minicpmv4_6", "glm5_next", "kimi_k25"]
 DUMMIES += [(family, {"image": x, "video": True}) for family in WITH_VIDEOS for x in (False, True)]
 DUMMIES += [
     (family, {**others, "audio": True})

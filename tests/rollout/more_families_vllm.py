@@ -26,7 +26,7 @@ NAMED = ["cohere_compass", "ernie4_5_vl_moe", "glm5_next", "glm_moe_dsa", "kimi_
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     names = [f"family/{name}" for name in [*MORE_FAMILIES, *MORE_BFLOAT16]]
-    names += [f"names/{name}" for name in NAMED]
+    names += [*(f"names/{name}" for name in NAMED), "chunks/kimi_k25"]
     return run(tmp_path_factory.mktemp("alone"), names)[0]
 
 
@@ -68,3 +68,11 @@ def test_weights_are_handed_over_by_names_that_vllm_knows(alone, family):
     kept = alone[f"names/{family}"]["kept"]
     shared_indexer = {name for name in kept if family == "glm_moe_dsa" and ".layers.1.self_attn.indexer." in name}
     assert {*kept} == shared_indexer  # transformers' layer has none, as vLLM's by a setting of the published config
+
+
+def test_vllms_processor_takes_the_images_and_videos_of_kimi_k25(alone):
+    """As `vision_chunk`; pixels differ by little where vLLM resizes them, which Pillow does in its code."""
+    found = alone["chunks/kimi_k25"]
+    assert len(found) == 4 and all(one["tokens"] and all(one["sizes"]) for one in found)
+    assert [len(one["levels"]) for one in found] == [1, 2, 2, 3]
+    assert max(level for one in found for level in one["levels"]) < 2

@@ -1,7 +1,8 @@
 """Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
 `family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
-none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights.
+none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights;
+`chunks/kimi_k25`: what vLLM's processor makes of images and videos.
 """
 
 import json
@@ -357,6 +358,9 @@ def facts_of(folder, name):
     if what == "names":
         folder.joinpath(name).mkdir(parents=True)
         return {"kept": vllm_names.parameters_without_weights(which, folder / name)}
+    if what == "chunks":
+        folder.joinpath(name).mkdir(parents=True)
+        return vllm_names.vision_chunks(which, folder / name)
     if what == "positions":
         return {"equal": positions(which, OWNERS[which])}
     if not other_cpu:

@@ -12,17 +12,19 @@ import torch
 from family_configs import TEXT
 from family_processors import model as vision_model
 from family_processors import processor
+from test_every_family import prompts, watching_prompts
 from test_families import text_model
 from transformers import PreTrainedConfig
 from vllm_models import register
 
+from rlkit.rollout.vllm_requests import as_trainer_tokens, vision_chunk_prompt
 from rlkit.vlm import tiny_text_tokenizer
 from rlkit.vlm.adapt import checkpoint_buffers, checkpoint_parameters
 
 KIMI_IMAGES = {
     "in_patch_limit": 64, "patch_size": 4, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_kernel_size": 2,
     "fixed_output_tokens": None, "patch_limit_on_one_side": 8, "in_patch_limit_each_frame": 64,
-    "in_patch_limit_video": 64, "sample_fps": 2.0, "max_num_frames_each_video": None, "temporal_merge_kernel_size": 4,
+    "in_patch_limit_video": None, "sample_fps": 2.0, "max_num_frames_each_video": None, "temporal_merge_kernel_size": 4,
     "timestamp_mode": "hh:mm:ss.fff",
 }  # fmt: skip
 
@@ -105,3 +107,38 @@ def parameters_without_weights(family, path):
         loaded = of_vllm.load_weights([*weights, *checkpoint_buffers(model)])
         destroy_model_parallel()
     return sorted({name for name, _ in of_vllm.named_parameters()} - loaded)
+
+
+def vision_chunks(family, path):
+    """What vLLM's own processor makes of prompts with images and videos.
+
+    Whether tokens and sizes are the trainer's, and by how many of 255 levels pixels differ: vLLM resizes by other code.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    write(family, path)
+    model_config = EngineArgs(model=str(path), dtype="float32", max_model_len=64).create_model_config()
+    of_vllm, reader, found = MULTIMODAL_REGISTRY.create_processor(model_config), processor(family), []
+    for sample in [*prompts(family)[1:], *watching_prompts(family)]:
+        sent = vision_chunk_prompt(sample, reader, model_config.hf_config)
+        items = of_vllm.info.parse_mm_data(sent["multi_modal_data"])
+        made = of_vllm(sent["prompt_token_ids"], mm_items=items, hf_processor_mm_kwargs={})
+        tokens = as_trainer_tokens(made["prompt_token_ids"], reader, sample.token_ids)
+        one = {"tokens": tokens == sample.token_ids, "sizes": [], "levels": []}
+        of_trainer = {"image": media(sample.vision, "pixel_values", "image_grid_thw")}
+        of_trainer["video_chunk"] = media(sample.vision, "pixel_values_videos", "video_grid_thw")
+        chunks = media(made["mm_kwargs"].get_data(), "pixel_values", "grid_thws")
+        for (pixels, size), chunk in zip(chunks, sent["multi_modal_data"]["vision_chunk"], strict=True):
+            expected, expected_size = next(of_trainer[chunk["type"]])
+            one["sizes"].append(size.tolist() == expected_size.tolist())
+            one["levels"].append((pixels - (expected + 1) * 127.5).abs().max().item())
+        found.append(one)
+    return found
+
+
+def media(tensors, pixels, sizes):
+    """(pixels, size) of each image or chunk of a video."""
+    if pixels not in tensors:
+        return iter(())
+    return zip(tensors[pixels].split(tensors[sizes].prod(1).tolist()), tensors[sizes], strict=True)

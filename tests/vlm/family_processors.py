@@ -189,6 +189,7 @@ def mistral3():
 
 def kimi_k25():
     t = tokenizer("<|media_pad|>", image_token="<|media_pad|>", video_token="<|kimi_k25_video_placeholder|>")
+    with_videos(t, "<|kimi_k25_video_placeholder|>")
     size = {"max_height": 8, "max_width": 8}  # in patches
     images = transformers.Kimi_K25ImageProcessor(patch_size=4, merge_size=2, size=size)
     videos = transformers.Kimi_K25VideoProcessor(patch_size=4, merge_size=2, size=size)

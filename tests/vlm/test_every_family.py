@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from einops import rearrange
 from PIL import Image
 from torch.nn.functional import interpolate
 from torch.nn.utils.rnn import pad_sequence
@@ -27,7 +28,13 @@ from rlkit.engines.packing.dummy_media import dummy_sample  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
-from rlkit.rollout.vllm_requests import check_videos, check_vision_chunks  # noqa: E402
+from rlkit.rollout.vllm_requests import (  # noqa: E402
+    as_trainer_tokens,
+    check_kimi_videos,
+    check_videos,
+    check_vision_chunks,
+    vision_chunk_prompt,
+)
 from rlkit.vlm import (  # noqa: E402
     encode_answers,
     encode_chat,
@@ -87,7 +94,7 @@ def clip(frames, width, height, fps=2.5):
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
 WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "gemma4_unified", "minicpmv4_6"]
-WATCHES += ["ernie4_5_vl_moe", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm5_next"]
+WATCHES += ["ernie4_5_vl_moe", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm5_next", "kimi_k25"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -105,8 +112,10 @@ def clips(family):
     """With videos that fit the family.
 
     The processors of InternVL and MiniCPM-V stack the videos of a row. That of Gemma 4 makes at least 35 tokens of a
-    frame, fewest of narrow ones, and writes its time in whole seconds.
+    frame, fewest of narrow ones, and writes its time in whole seconds. Kimi K2.5 merges up to four frames.
     """
+    if family == "kimi_k25":
+        return [([clip(5, 17, 33)], *CLIPS[0][1:]), CLIPS[1]]
     if family in ("internvl", "minicpmv4_6"):
         return [CLIPS[0], ([clip(3, 20, 20), clip(3, 24, 12)], *CLIPS[1][1:])]
     if family.startswith("gemma4"):
@@ -424,21 +433,42 @@ def test_videos_that_vllm_would_change_are_refused():
     assert [time in text for time in ("0.0 seconds", "1.0 seconds", "2.0 seconds")] == [True] * 3
 
 
-def test_images_of_kimi_k25_are_refused_for_the_class_of_its_published_files():
-    """For the class that transformers writes, vLLM runs transformers' code, which takes them."""
+def test_images_and_videos_of_kimi_k25_are_chunks_in_vllm():
+    """One placeholder of images for each chunk, up to four frames; their tokens become those of the trainer again."""
+    config, processor = model("kimi_k25").config, reader("kimi_k25")
+    image, video = config.image_token_id, config.video_token_id
+    config.architectures = ["KimiK25ForConditionalGeneration"]
+    long, mixed = watching_prompts("kimi_k25")
+    for request, expected in ((long, [4, 1]), (mixed, [3, "image", 2])):
+        sent = vision_chunk_prompt(request, processor, config)
+        chunks = sent["multi_modal_data"]["vision_chunk"]
+        assert [len(x["video_chunk"]) if x["type"] == "video_chunk" else x["type"] for x in chunks] == expected
+        ids = sent["prompt_token_ids"]
+        assert ids.count(image) == len(chunks) and video not in ids
+        shorter = [image if token == video else token for token, run in groupby(request.token_ids) for _ in [*run]]
+        assert as_trainer_tokens(shorter, processor, request.token_ids) == request.token_ids
+        in_runs = [token for token, run in groupby(shorter) for _ in ([0] if token == image else [*run])]
+        assert in_runs == ids
+    assert np.array_equal(np.asarray(chunks[2]["video_chunk"][1]), mixed.videos[1].frames[1])
+    assert vision_chunk_prompt(prompts("kimi_k25")[0], processor, config) == {}
+
+
+def test_media_of_kimi_k25_that_vllm_does_not_take_are_refused():
+    """Servers take no chunks. For the class that transformers writes, vLLM runs transformers' code, without a hook."""
     config = model("kimi_k25").config
     config.architectures = ["Kimi_K25ForConditionalGeneration"]
     check_vision_chunks(prompts("kimi_k25"), config)
+    check_kimi_videos(prompts("kimi_k25"), config)
+    with pytest.raises(ValueError, match="^videos: expected none for Kimi_K25For.*, got 3; use rollout 'hf'$"):
+        check_kimi_videos(watching_prompts("kimi_k25"), config)
     config.architectures = ["KimiK25ForConditionalGeneration"]
+    check_kimi_videos(watching_prompts("kimi_k25"), config)
     check_vision_chunks(prompts("kimi_k25")[:1], config)
-    with pytest.raises(
-        ValueError, match="^images: expected none for KimiK25For.* as vision_chunk, .* got 3; use rollout"
-    ):
-        check_vision_chunks(prompts("kimi_k25"), config)
+    with pytest.raises(ValueError, match="^images: expected none for KimiK25For.* got 4 images and videos; use"):
+        check_vision_chunks(watching_prompts("kimi_k25"), config)
 
 
 VIDEOS_REFUSED = {  # family -> (the text of the error, a prompt with a video)
-    "kimi_k25": ("the forward of transformers 5.19 fails for videos of more", "<|kimi_k25_video_placeholder|>"),
     "smolvlm": ("the processor of transformers 5.19 loses the images of a row with a video", "<image><video>"),
 }
 
@@ -455,9 +485,6 @@ def test_videos_that_transformers_does_not_support_are_refused(family):
     own = processor(text=[text], **videos, **images, return_tensors="pt")
     if family == "smolvlm":  # its model fails with an index that is out of bounds
         assert len(own["pixel_values"][0]) == 3 < own["input_ids"].eq(processor.image_token_id).sum() // 4
-    else:
-        with pytest.raises(RuntimeError, match="split_with_sizes expects split_sizes to sum exactly to"):
-            model(family)(**own)
 
 
 def reference_inputs(family, base, sample):
@@ -483,6 +510,8 @@ def reference_inputs(family, base, sample):
                 base.config, embeds, **none, mm_token_type_ids=kinds
             )
         return {"input_ids": ids, "mm_encoder_outputs": features, **sounds, **masks}
+    if family == "kimi_k25":
+        return {"inputs_embeds": kimi_embeddings(base, ids, sample.vision)}
     if family == "cosmos3_edge":  # which takes tokens of images for starts of sequences else
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **sample.vision}
     apart = family.startswith("glm") and family != "glm5_next"
@@ -495,6 +524,24 @@ def reference_inputs(family, base, sample):
         here = torch.tensor(kinds).eq(kind)[None, :, None]
         embeds = embeds.masked_scatter(here, torch.cat(features.pooler_output))
     return {"inputs_embeds": embeds}
+
+
+def kimi_embeddings(base, ids, vision):
+    """With the features of images, and of chunks of videos, each alone in the tower: the mean over its frames."""
+    embeds, merge = base.get_input_embeddings()(ids), base.config.vision_config.merge_kernel_size[0]
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        features, start = [], 0
+        for t, h, w in vision.get(f"{kind}_grid_thw", torch.empty(0, 3)).long().tolist():
+            patches = vision[pixels][start : start + t * h * w]
+            states = base.model.vision_tower(patches, grid_thw=torch.tensor([[t, h, w]])).last_hidden_state
+            shape = "(t h y w x) d -> t (h w) (y x) d"
+            squares = rearrange(states, shape, t=t, h=h // merge, y=merge, w=w // merge, x=merge)
+            features.append(base.model.mm_projector(squares.mean(0))[:, 0])
+            start += len(patches)
+        if features:
+            here = (ids == getattr(base.config, f"{kind}_token_id"))[..., None]
+            embeds = embeds.masked_scatter(here, torch.cat(features))
+    return embeds
 
 
 def moved_by_packed_rows(family, prompts):

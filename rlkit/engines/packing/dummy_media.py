@@ -54,8 +54,11 @@ def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
     if tensors := _smallest_image(config):
         ids = [config.image_token_id] * image * (2 if config.model_type == "mistral3" else 1)
         vision = dict(tensors) if image else {}
-        if video and config.model_type == "glm5_next":
-            ids += [config.video_start_token_id, config.image_token_id, config.video_end_token_id]
+        if video and config.model_type in ("glm5_next", "kimi_k25"):
+            if config.model_type == "glm5_next":
+                ids += [config.video_start_token_id, config.image_token_id, config.video_end_token_id]
+            else:
+                ids += [config.video_token_id]
             vision |= {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
         elif video:  # MiniCPM-V 4.6
             ids, vision = [*ids, config.video_token_id], vision | {f"{name}_videos": x for name, x in tensors.items()}

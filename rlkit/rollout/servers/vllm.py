@@ -44,6 +44,7 @@ from rlkit.rollout.vllm_families import NEED_OWN_MODEL, check_weight_updates_wor
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_image_attention,
+    check_kimi_videos,
     check_suppressed_token_ids,
     check_videos,
     check_vision_chunks,
@@ -78,6 +79,7 @@ class VllmServerRollout(ServerRollout):
             )
         check_videos([request], self.processor)
         check_vision_chunks([request], self.config)
+        check_kimi_videos([request], self.config)
         if any(server.device == "cpu" for server in self.pool.servers):
             check_image_attention([request], self.config)
         return body
