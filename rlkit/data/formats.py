@@ -413,7 +413,10 @@ def check_columns(columns: Collection[str], *needed: Sequence[str]) -> None:
     """
     has = f"got columns {list(columns)}"
     for (many, one), pattern in (
-        (IMAGE_COLUMNS, r"(image|img)s?_?(\d+|(path|file|url|name|byte)s?|data)?$"),
+        (
+            IMAGE_COLUMNS,
+            r"(?<!^n_)(?<!^num_)(?<!^has_)(?<!^is_)(image|img)s?_?(\d+|(path|file|url|name|byte)s?|data)?$",
+        ),
         (VIDEO_COLUMNS, "^videos?_?(path|file|url|name)s?$"),
         (AUDIO_COLUMNS, "^audios?_?(path|file|url|name)s?$"),
     ):

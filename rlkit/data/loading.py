@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -215,7 +215,7 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
         more = {name: media for name, media in (("videos", videos), ("audios", audios)) if media}
         return {**read, "images": images, **more}
 
-    rows = Rows(row, np.arange(len(table)))
+    rows = Rows(row, np.arange(len(table)), files=[file] if file.suffix in FILE_SUFFIXES else ())
     first = [rows[i] for i in range(min(20, len(rows)))]
     if first and all("unreadable" in one for one in first):
         raise ValueError(f"{first[0]['where']}: {first[0]['unreadable']}")
@@ -254,7 +254,7 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
             `load_unpaired`.
 
     Raises:
-        ValueError: none of these, or a share that leaves no rows to train on.
+        ValueError: none of these, a file with rows to train on, or a share that leaves none of them.
     """
     rows = task.splits.get("train", task.train)
     if heldout in task.splits:
@@ -264,19 +264,35 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
         return replace(task, train=(), heldout=every)
     if Path(heldout).suffix in FILE_SUFFIXES:
         held_rows = load(heldout).splits["train"]
-        trained_on = str(rows[0].get("where", "")).rpartition(" row ")[0] if len(rows) else ""
-        if Path(trained_on).resolve() == Path(heldout).resolve():
-            raise ValueError(f"heldout: expected another file than the one to train on, got {heldout!r}")
+        if Path(heldout).resolve() in {file.resolve() for file in _files_of(rows)}:
+            raise ValueError(f"heldout: expected another file than those to train on, got {heldout!r}")
         return replace(task, train=rows, heldout=held_rows)
+    train, held = _split_by_share(rows, _share(heldout, task.splits))
+    return replace(task, train=train, heldout=held)
+
+
+def _files_of(rows: Sequence[Row]) -> Iterable[Path]:
+    """The files that rows were read from, where known. Rows in a list are in memory, and name their files."""
+    if isinstance(rows, Rows):
+        return rows.files
+    return {Path(str(row.get("where", "")).rpartition(" row ")[0]) for row in rows}
+
+
+def _share(heldout: str, splits: Collection[str]) -> float:
     try:
         share = float(heldout)
     except ValueError:
         share = 0.0
     if not 0 < share < 1:
-        splits = ", ".join(task.splits) or "none"
         raise ValueError(
-            f"heldout: expected a file, a split ({splits}), all, or a share between 0 and 1, got {heldout!r}"
+            f"heldout: expected a file, a split ({', '.join(splits) or 'none'}), all, or a share between 0 and 1, "
+            f"got {heldout!r}"
         )
+    return share
+
+
+def _split_by_share(rows: Sequence[Row], share: float) -> tuple[Rows, Rows]:
+    """Splits rows into (training, held-out), see `with_heldout`."""
     sources = sources_of(rows)
     rank = np.argsort(np.random.default_rng(HELD_OUT_SEED).permutation(len(set(sources))))[sources]
     order = np.argsort(rank, kind="stable")  # shuffled, with rows of one source beside each other
@@ -285,7 +301,7 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
     if held >= len(rows):
         raise ValueError(f"heldout: expected a share that leaves rows to train on, got {share} of {len(rows)}")
     shuffled = as_rows(rows)[order.tolist()]
-    return replace(task, train=shuffled[held:], heldout=without_repeats(shuffled[:held]))
+    return shuffled[held:], without_repeats(shuffled[:held])
 
 
 def _concatenate(tables: Sequence[Sequence[Row]]) -> Rows:
@@ -311,7 +327,7 @@ def _split_pairs(rows: Sequence[Row]) -> Sequence[Row]:
         pair, good = pairs.row(i // 2), i % 2 == 0
         return {**pair, "completion": pair.get("chosen" if good else "rejected"), "label": good}
 
-    return Rows(row, (2 * pairs.order[:, None] + [0, 1]).flatten(), np.repeat(pairs.sources, 2))
+    return Rows(row, (2 * pairs.order[:, None] + [0, 1]).flatten(), np.repeat(pairs.sources, 2), pairs.files)
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
@@ -328,4 +344,4 @@ def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
         wrong = next((answer for answer in answers if answer is not None and str(answer) != str(right["answer"])), None)
         return _read(PAIRS, {**right, "chosen": right["answer"], "rejected": wrong})
 
-    return Rows(row, known.order, known.sources)
+    return Rows(row, known.order, known.sources, known.files)

@@ -47,6 +47,8 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
     start = np.cumsum([0, *(table.order.max() + 1 for table in tables)])  # number of each task's first row
     order = [table.order[rows] + n for table, rows, n in zip(tables, places, start, strict=False)]
 
+    files = {file for table in tables for file in table.files}
+
     def train(i: int) -> Row:
         which = int(np.searchsorted(start, i, side="right")) - 1
         return {**tables[which].row(i - int(start[which])), "task": tasks[which].name}
@@ -60,7 +62,7 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
     rewards = {task.name: task.reward for task in tasks}
     return Task(
         "+".join(names),
-        train=Rows(train, np.concatenate(order), np.concatenate(sources)),
+        train=Rows(train, np.concatenate(order), np.concatenate(sources), files),
         heldout=Rows(heldout, np.arange(len(heldout_rows))),
         reward=lambda text, row: rewards[row["task"]](text, row),
     )

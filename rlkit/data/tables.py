@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,17 @@ class Rows(Sequence[Row]):
         row: returns the row with a number.
         order: int [n], the numbers of the rows; a row that is repeated has the same number each time.
         sources: int [n]; rows that were made of the same one have the same number. By default all differ.
+        files: that the rows were read from, where known.
     """
 
-    def __init__(self, row: Callable[[int], Row], order: np.ndarray, sources: np.ndarray | None = None) -> None:
-        self.row, self.order = row, order
+    def __init__(
+        self,
+        row: Callable[[int], Row],
+        order: np.ndarray,
+        sources: np.ndarray | None = None,
+        files: Collection[Path] = (),
+    ) -> None:
+        self.row, self.order, self.files = row, order, files
         self.sources = np.arange(len(order)) if sources is None else sources
 
     def __len__(self) -> int:
@@ -38,7 +45,7 @@ class Rows(Sequence[Row]):
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice | list):
-            return Rows(self.row, self.order[i], self.sources[i])
+            return Rows(self.row, self.order[i], self.sources[i], self.files)
         return self.row(int(self.order[i]))
 
 

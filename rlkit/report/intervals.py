@@ -8,6 +8,7 @@ from typing import Any
 
 Z = 1.96  # quantile of the normal distribution for 95 %
 LOSSES = ("loss", "perplexity", "bits_per_byte", "divergence")  # parts of the names of results that are no rewards
+NOT_MEASURED = ("unjudged", "unanswered")  # results that are numbers of rows without a reward
 
 
 def confidence_interval(mean: float, error: float, count: float) -> tuple[float, float]:
@@ -48,21 +49,27 @@ def intervals(found: Mapping[str, Any], count: Any, when: str = "") -> dict[str,
     """The confidence intervals of the results of an evaluation, by name, where a NAME has a NAME_error.
 
     Results whose names contain one of `LOSSES` get mean ± 1.96 * error. All others are taken for mean rewards or
-    shares, also those of other tools such as `acc`, and get `confidence_interval`.
+    shares, also those of other tools such as `acc`, and get `confidence_interval`. Of n rows, those that `found` counts
+    as `unjudged` or `unanswered` are not among the values. A pass@k may be the mean of still fewer rows, those with k
+    judged answers; its values lie within 0 and 1 by definition.
 
     Args:
         found: results by name. What is not a finite number has no interval.
         count: number of rows, if it is known.
         when: a suffix of all names, such as "_after" for NAME_after and NAME_error_after.
     """
-    unjudged = found.get(f"unjudged{when}", 0)
-    judged = max(1.0, count - unjudged) if _is_finite(count) and _is_finite(unjudged) else 1.0
+    left_out = [found.get(f"{name}{when}", 0) for name in NOT_MEASURED]
+    judged = max(1.0, count - sum(left_out)) if all(map(_is_finite, [count, *left_out])) else 1.0
     made = {}
     for name, mean in found.items():
         error: Any = found.get(f"{name.removesuffix(when)}_error{when}")
         if name.endswith(when) and _is_finite(mean) and _is_finite(error):
-            is_reward = not any(part in name for part in LOSSES)
-            made[name] = confidence_interval(mean, error, judged) if is_reward else (mean - Z * error, mean + Z * error)
+            if any(part in name for part in LOSSES):
+                made[name] = mean - Z * error, mean + Z * error
+            elif name.startswith("pass@") and error > 0:  # as of so many values that are 0 or 1
+                made[name] = confidence_interval(mean, error, mean * (1 - mean) / error**2 + 1)
+            else:
+                made[name] = confidence_interval(mean, error, judged)
     return made
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.report.intervals import intervals
+from rlkit.report.intervals import NOT_MEASURED, intervals
 from rlkit.tracking import CONFIG, EVAL, read_object
 
 CARD, CURVE = "README.md", "learning_curve.png"
@@ -102,7 +102,7 @@ def _summary(config: Mapping[str, Any], step: Any, *, best: bool) -> str:
 
 def _means(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """The finite results of an evaluation, without standard errors and counts."""
-    left_out = ("step", "unjudged")
+    left_out = ("step", *NOT_MEASURED)
     return {
         name: x
         for name, x in evaluation.items()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.report.intervals import intervals
+from rlkit.report.intervals import NOT_MEASURED, intervals
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.export import export_model
 from rlkit.runs.rollouts import is_replay
@@ -79,7 +79,7 @@ def record_evaluation(
     Args:
         when: "before", "during" or "after" training.
         results: over all ranks, by name; NAME_error is the standard error of NAME. `unjudged` is the number of
-            generated answers without a reward.
+            generated answers without a reward, and `unanswered` that of rows without an answer.
         rows, skipped: number of held-out rows of this rank that were used, and that could not be used.
     """
     counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
@@ -90,11 +90,11 @@ def record_evaluation(
     run.log_evaluation(**named, heldout=rows, heldout_skipped=skipped, evaluations=evaluations)
     if run.writes:
         texts = with_intervals(results, rows).items()
-        shown = [f"{name.replace('_', ' ')} {text}" for name, text in texts if name != "unjudged"]
-        count = results.get("unjudged", 0)
-        unjudged = f"; generated answers without a reward: {count:.0f}" if count else ""
+        shown = [f"{name.replace('_', ' ')} {text}" for name, text in texts if name not in NOT_MEASURED]
+        unanswered = f"; rows without an answer: {count:.0f}" if (count := results.get("unanswered", 0)) else ""
+        unjudged = f"; generated answers without a reward: {count:.0f}" if (count := results.get("unjudged", 0)) else ""
         after = f"after {step} steps" if when == "during" else when
-        run.print(f"held-out {after}: {', '.join(shown) or 'no answer was judged'} ({rows} rows{unjudged})")
+        run.print(f"held-out {after}: {', '.join(shown) or 'no answer was judged'} ({rows} rows{unanswered}{unjudged})")
 
 
 def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], Any], engine: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+
 from rlkit.data import Sample
 from rlkit.report import append_records, prompt_record
 from rlkit.rewards import judging_problem
@@ -24,8 +26,8 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
     """Measure the accuracy of greedy answers to held-out prompts, write it to eval.json and print it.
 
     Rows of plain text have no prompt, so no answers are generated for them, and none with `--max_new_tokens 0`. Prompts
-    that leave no room for an answer get none either; they are named before training. The run ends if too few answers
-    can be judged.
+    that leave no room for an answer get none either; they are named before training. `unanswered` counts both. The run
+    ends if too few answers can be judged.
 
     Args:
         prompts: this rank's share of the held-out rows, see `PolicySampler.encode`.
@@ -43,6 +45,9 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
     if problem := heldout_problem(sampler, answers):
         run.stop(f"held-out {problem}")
     results = accuracy(answers, engine.global_sum) | sampled_heldout(sampler, answered) | measured
+    unanswered = engine.global_sum(torch.tensor(float(len(prompts.samples) - len(answered.samples)))).item()
+    if cfg.max_new_tokens and unanswered:
+        results["unanswered"] = unanswered
     if when != "after":  # `finish` writes the answers after training
         keep_heldout(run, answers.judged, 0 if when == "before" else run.step + 1)
     record_evaluation(run, engine, when, results, rows=len(prompts.samples), skipped=len(prompts.skipped))

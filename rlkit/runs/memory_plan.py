@@ -83,11 +83,11 @@ def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, own_allocator: 
 def _have_images(rows: Sequence[Row]) -> bool:
     """Whether one of these rows, of many only `SEEN_ROWS`, has images or videos; True if no row is known."""
     count = min(SEEN_ROWS, len(rows))
+    prompts = (prompt_of(rows[i * len(rows) // count]) for i in range(count))
     try:
-        prompts = [prompt_of(rows[i * len(rows) // count]) for i in range(count)]
-    except ValueError:  # a row that cannot be read
+        return not count or any(prompt.images or prompt.videos for prompt in prompts)
+    except Exception:  # of a row that cannot be read, or of the task's own code; training names it
         return True
-    return not prompts or any(prompt.images or prompt.videos for prompt in prompts)
 
 
 def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str, Any]:

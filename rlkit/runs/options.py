@@ -83,8 +83,7 @@ class TaskOptions:
     video_sound: bool = False
     """Also feed the audio track of video files to Qwen-Omni."""
     dataloader_num_workers: int = 0
-    """Processes per rank that encode prompts, with their images. 0: a thread does so, which slows down other Python
-    code of the rank, such as that of sampling."""
+    """Processes per rank that encode prompts, with their images. 0: a thread of the rank does so."""
     system_prompt: str = ""
     """System message to put before every prompt."""
     prompt_template: str = ""
@@ -114,8 +113,8 @@ class RewardOptions:
     split_thinking: bool = False
     """Rewards get only the text after </think>. If the thinking is not finished, they get an empty answer."""
     thinking_tags: tuple[str, ...] = ()
-    """What begins and ends thinking in the model's answers, as in --thinking_tags [THINK] [/THINK]. By default <think>
-    and </think>. Special tokens among them are kept in the text of answers."""
+    """What begins and ends thinking in the model's answers, as in --thinking_tags "[THINK]" "[/THINK]". By default
+    <think> and </think>. Special tokens among them are kept in the text of answers."""
 
 
 @dataclass

@@ -75,7 +75,7 @@ def test_heldout_by_file(tmp_path):
     assert answers(task.train) == list(range(20)) and answers(task.heldout) == [50, 51, 52]
     (tmp_path / "link.jsonl").symlink_to(train)
     for same in (train, f"{tmp_path}/./train.jsonl", str(tmp_path / "link.jsonl")):
-        with pytest.raises(ValueError, match="^heldout: expected another file than the one to train on, got "):
+        with pytest.raises(ValueError, match="^heldout: expected another file than those to train on, got "):
             with_heldout(load_task(train), same)
     with pytest.raises(ValueError, match="gone.jsonl: expected a file, got none of this name"):
         with_heldout(task, str(tmp_path / "gone.jsonl"))

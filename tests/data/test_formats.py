@@ -407,6 +407,8 @@ def test_bad_marks_are_named(raw, error):
     ],
 )
 def test_columns_that_would_be_left_out_are_refused(columns, error):
+    """A column that counts images, or says whether there are any, has none."""
+    check_columns(["question", "answer", "num_images", "n_imgs", "has_image", "is_image"], ("question",))
     with pytest.raises(ValueError) as caught:
         check_columns(columns, ("question", "prompt"), ("answer", "label"))
     assert str(caught.value) == f"{error}, got columns {columns}"

@@ -1,9 +1,11 @@
+import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from rlkit.data import Task, load_task, load_unpaired, step_rows, with_heldout
+from rlkit.data import Task, load_task, load_unpaired, step_rows, with_heldout, with_prompt
 from rlkit.data.loading import BUILT_IN
 from rlkit.data.mixing import easiest_rows, mix_tasks, sort_by_difficulty, widen_share
 from rlkit.data.samples import append_response, prompt_sample
@@ -47,6 +49,20 @@ def test_a_mixture_is_a_task_like_any_other():
         assert step_rows(mixture.train, step, 4, seed=3) == steps[step]
     share = sum(row["task"] == "b" for step in steps for _, row in step) / 80
     assert share == pytest.approx(2 / 3, abs=0.1)
+
+
+def test_no_file_of_a_mixture_can_be_held_out(tmp_path):
+    """Also if its rows were changed, ordered or copied to a list after they were read."""
+    files = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    for file in files:
+        file.write_text("".join(json.dumps({"question": f"{file.stem}{i}", "answer": "1"}) + "\n" for i in range(5)))
+    mixture = with_prompt(mix_tasks([load_task(str(file)) for file in files[:2]]), system_prompt="Add.")
+    ordered = replace(mixture, train=sort_by_difficulty(mixture.train, lambda row: len(row["where"])))
+    for trained_on in (mixture, ordered, replace(mixture, train=list(mixture.train))):
+        for file in files[:2]:
+            with pytest.raises(ValueError, match="^heldout: expected another file than those to train on, got "):
+                with_heldout(trained_on, str(file))
+        assert len(with_heldout(trained_on, str(files[2])).heldout) == 5
 
 
 @pytest.mark.parametrize("share", ["0.001", "0.1", "0.5"])

@@ -82,6 +82,8 @@ def test_intervals_by_name():
     assert intervals(found, 10) == {} and intervals({"a": math.nan, "a_error": 0.1}, None) == {}
     small = {"loss": 0.02, "loss_error": 0.02, "pass@4": 0.02, "pass@4_error": 0.02}
     assert intervals(small, 50)["loss"] == pytest.approx((-0.0192, 0.0592)) and intervals(small, 50)["pass@4"][0] > 0
+    few = {"pass@4": 0.5, "pass@4_error": 0.5}  # of 2 of 50 rows: the only ones with 4 judged answers
+    assert 0 < intervals(few, 50)["pass@4"][0] and intervals(few, 50)["pass@4"][1] < 1
     for name in ("acc", "acc_norm", "exact_match strict-match", "match accuracy"):  # of other tools
         assert intervals({name: 0.99, f"{name}_error": 0.01}, 100) == {name: confidence_interval(0.99, 0.01, 100)}
     for name in ("word_perplexity", "bits_per_byte", "kl_divergence"):

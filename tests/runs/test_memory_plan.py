@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from rlkit.data.tables import Rows
 from rlkit.runs import TrainingOptions, memory_plan
-from rlkit.runs.memory_plan import planned_memory
+from rlkit.runs.memory_plan import _have_images, planned_memory
 from rlkit.tracking import Run, read_metrics
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_vlm.py"
@@ -191,3 +193,15 @@ def test_memory_of_vllm_is_its_own():
     }
     assert memory_plan._by_phase_of_run(phases, own_allocator=True) == {"train": 3.0, "generate": 1.0}
     assert memory_plan._by_phase_of_run(phases, own_allocator=False) == {"train": 3.0, "generate": 7.0}
+
+
+def test_a_row_function_that_fails_does_not_end_the_plan_of_rank_0():
+    """The other ranks wait for it. Rows after the first one with images are not read."""
+
+    def row(i):
+        if i == 1:
+            raise KeyError("column")
+        return {"question": "q", "images": [b"1"] if i == 0 else []}
+
+    assert _have_images(Rows(row, np.arange(3)))
+    assert _have_images(Rows(row, np.arange(1, 3)))

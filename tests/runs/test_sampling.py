@@ -121,6 +121,29 @@ def test_heldout_prompts_without_room_for_an_answer_get_none(tmp_path):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize(
+    ("rewards", "shown"),
+    [([1.0, 1.0], "1.000 (95 %: 0.342 to 1.000)"), ([0.0, 1.0], "0.500 (95 %: 0.095 to 0.905)")],
+)
+def test_the_interval_of_an_accuracy_counts_rows_with_an_answer(rewards, shown, tmp_path):
+    """Wilson's interval of two rows, where 98 of 100 leave no room for an answer."""
+
+    def generate(prompts, sampling, n, on_finished):
+        answers = [
+            append_response(prompt, [5], [0.0], finish_reason="stop", text=str(prompt.group_id)) for prompt in prompts
+        ]
+        for i, answer in enumerate(answers):
+            on_finished(i, [answer])
+        return answers
+
+    sampler, recorded, said = evaluating(tmp_path, generate, lambda text, row: rewards[int(text)], "")
+    sampler.run.writes = True
+    heldout = Prompts([replace(prompt_sample([1] * n), group_id=i) for i, n in enumerate((10, 20) + (60,) * 98)])
+    evaluate_heldout(sampler, heldout, "after")
+    assert said == [f"held-out after: accuracy {shown} (100 rows; rows without an answer: 98)"]
+    assert recorded["unanswered_after"] == 98 and recorded["heldout"] == 100
+
+
 @pytest.mark.parametrize("most", [0, 1000])
 def test_prompts_beyond_the_samplers_context_are_skipped(tiny_dir, most):
     """A server's --max-model-len may be smaller than the model's context."""
