@@ -2,8 +2,9 @@
 
 Each worker has a pipe of its own, from which it takes one row at a time. It ends when the other end of the pipe is
 closed, so none outlives this process, however that ends. Signals that end a run (Ctrl-C, SIGTERM) are left to this
-process, which still needs the prompts of its last step. Unlike torch's DataLoader this draws no random numbers, takes
-rows instead of indices into a data set, and can say which row a worker was encoding when it was killed.
+process, which still needs the prompts of its last step; workers start with these signals blocked. Unlike torch's
+DataLoader this draws no random numbers, takes rows instead of indices into a data set, and can say which row a worker
+was encoding when it was killed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -48,7 +50,6 @@ class PromptEncoder:
     def __init__(self, processor: Any, workers: int = 0) -> None:
         self.processor, self.count = processor, workers
         self.workers: list[_Worker] = []
-        self.idle: SimpleQueue[_Worker] = SimpleQueue()
 
     def __call__(self, rows: Iterable[tuple[int, Row]], **options: Any) -> Generator[Callable[[], Sample]]:
         """For each (group id, row), in order, a function that returns its prompt, or raises as `encode_prompt` does.
@@ -81,13 +82,14 @@ class PromptEncoder:
     def _start(self) -> None:
         # torch's pipes send tensors through shared memory; a forked process could not use CUDA, or locks of threads
         context = multiprocessing.get_context("spawn")
+        self.idle: SimpleQueue[_Worker] = SimpleQueue()
         self.threads = ThreadPoolExecutor(self.count, thread_name_prefix="prompt_workers")  # each waits for a worker
         self.end = weakref.finalize(self, _end, self.workers, self.threads)
         atexit.register(self.end)  # before multiprocessing waits for its processes
         for _ in range(self.count):
             pipe, other_end = context.Pipe()
             process = context.Process(target=_work, args=(other_end, self.processor), name="prompt_worker", daemon=True)
-            with _pickling("a processor", type(self.processor).__name__):
+            with _pickling("a processor", type(self.processor).__name__), _signals_blocked():
                 process.start()
             other_end.close()
             self.workers.append(worker := _Worker(process, pipe))
@@ -95,7 +97,8 @@ class PromptEncoder:
 
     def _encode(self, row: Row, options: dict[str, Any]) -> Sample:
         """`encode_prompt` in a worker that is idle."""
-        where, worker = row.get("where", "row"), self.idle.get()
+        where = row.get("where", "row")
+        worker = self.idle.get()
         try:
             with _pickling("rows", where):
                 worker.pipe.send((row, options))
@@ -136,6 +139,17 @@ def _pickling(expected: str, got: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Processes that are started inside the `with` block are not ended by Ctrl-C and SIGTERM."""
+    resource_tracker.ensure_running()  # it would unblock them when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Worker(NamedTuple):
     process: Any
     pipe: Any
@@ -157,13 +171,11 @@ class _Reply(NamedTuple):
 
 def _work(pipe: Any, processor: Any) -> None:
     """Encode what comes through the pipe until its other end is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
         while True:
             pipe.send(_reply(processor, *pipe.recv()))
-    except (EOFError, OSError):  # the other end is closed
+    except (EOFError, ConnectionError):  # the other end is closed
         return
 
 
@@ -173,8 +185,12 @@ def _reply(processor: Any, row: Row, options: dict[str, Any]) -> _Reply | Except
     except ValueError as error:
         return ValueError(str(error))
     except Exception as error:
-        error.add_note("".join(traceback.format_exception(error)))  # of this process
-        return error
+        of_worker = "".join(traceback.format_exception(error))
+        error.add_note(of_worker)
+        try:
+            return pickle.loads(pickle.dumps(error))
+        except Exception:  # its class does not allow it
+            return PromptWorkerError(f"dataloader_num_workers: a worker process failed:\n{of_worker}")
     return _Reply(
         replace(sample, row={}, images=(), videos=[video._replace(frames=video.frames[:0]) for video in sample.videos]),
         bool(sample.row.get("thinking_opened")),
@@ -206,4 +222,7 @@ def _ending(code: int | None) -> str:
     """How a process ended, from its exit code."""
     if code is None or code >= 0:
         return f"with exit code {code}; see its traceback"
-    return f"by {signal.Signals(-code).name}; if nobody has killed it, memory or /dev/shm was full: use fewer workers"
+    number = signal.Signals(-code)
+    if number not in (signal.SIGKILL, signal.SIGBUS):
+        return f"by {number.name}"
+    return f"by {number.name}; if nobody has killed it, memory or /dev/shm was full: use fewer workers"

@@ -13,7 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from failing_in_workers import NotThere, Odd
 from waiting import is_running, until
 
 from rlkit.data import load_task
@@ -120,6 +122,30 @@ def test_a_signal_that_ends_the_run_ends_no_worker_and_a_killed_one_is_named(enc
 
 # a worker that needs no processor imports torch alone
 EMPTY = {"plain_text": "7"}
+
+
+def test_what_fails_in_a_worker_is_said(capfd):
+    encoder = PromptEncoder(Odd(), 1)
+    (prompt,) = encoder([(0, row(0))])
+    with pytest.raises(PromptWorkerError, match=r"(?s)worker process failed.*raise OddError.*no template"):
+        prompt()
+    (prompt,) = encoder([(0, row(1, extra=NotThere()))])
+    with pytest.raises(PromptWorkerError, match="row 1, got the end of its worker.* with exit code 1; see its trace"):
+        prompt()
+    assert "/nonexistent/file" in capfd.readouterr().err
+    encoder.close()
+
+
+def test_workers_start_anew_after_close_and_with_the_signals_of_a_run_blocked():
+    encoder = PromptEncoder(None, 1)
+    for text in ("7", "8"):
+        (prompt,) = encoder([(0, {"plain_text": text})])
+        assert prompt().row == {"plain_text": text}
+        status = Path(f"/proc/{encoder.workers[0].process.pid}/status").read_text()
+        blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+        assert all(blocked >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM))
+        encoder.close()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_workers_end_with_their_encoder():
