@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlkit.engines.distributed import full_tensor, local_part
+from rlkit.engines.distributed import local_part
 from rlkit.engines.model_files import check_weights, open_slices
 from rlkit.engines.sampler_dtype import kept_in_float32
 from rlkit.engines.value_head import has_value_head, with_value_head
@@ -69,62 +68,6 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
         state |= _quantized_state(name, layer, state.pop(f"{name}.weight"), device)
     base.load_state_dict(state, False, assign=True)
     base.tie_weights()
-
-
-def read_rows(base: Any, mesh: DeviceMesh, device: torch.device) -> Callable[[nn.Module], None]:
-    """Read this rank's rows of each parameter on the meta device, for an engine that shards full weights itself.
-
-    Args:
-        base: from transformers, not sharded.
-        mesh: of one dimension; its ranks share the rows.
-        device: where the weights go.
-
-    Returns:
-        A function that gathers the parameters of one module, without its submodules, and frees the rows. All ranks call
-        it together. Until then the parameters stay on the meta device.
-
-    Raises:
-        ValueError: as `load_sharded_weights`.
-        NotInShardsError: as `load_sharded_weights`.
-    """
-
-    def as_rows(p: nn.Parameter) -> nn.Parameter:
-        if not p.is_meta or p.ndim == 0:
-            return p
-        return nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None), p.requires_grad)
-
-    _replace_parameters(base, as_rows)
-    load_sharded_weights(base, device)
-    rows: dict[nn.Parameter, Tensor] = {}
-    full: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
-
-    def as_placeholder(p: nn.Parameter) -> nn.Parameter:
-        if not isinstance(p, DTensor):
-            return p
-        placeholder = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
-        rows[placeholder] = p.detach()
-        return placeholder
-
-    _replace_parameters(base, as_placeholder)
-
-    def gather(module: nn.Module) -> None:
-        for name, placeholder in list(module.named_parameters(recurse=False)):
-            if placeholder in rows:
-                full[placeholder] = nn.Parameter(full_tensor(rows.pop(placeholder)), placeholder.requires_grad)
-            if placeholder in full:
-                setattr(module, name, full[placeholder])
-
-    return gather
-
-
-def _replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replace each parameter of a model; tied parameters stay tied."""
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            if p not in replaced:
-                replaced[p] = replacement(p)
-            setattr(module, name, replaced[p])
 
 
 def _unquantized(layer: Nf4Linear) -> Tensor:
