@@ -177,7 +177,6 @@ Files of weights, as repositories publish them (`python -m rlkit.doctor --model 
 - **Weights that are made of full tensors**, with fsdp2 and fsdp1: each rank has them in host memory, all of a model's
   together, before it keeps its part; `python -m rlkit.plan` counts them. All other weights are read in slices. In each
   layer of {made_of_full}.
-  With Megatron a rank reads the whole model if the experts of a layer are one tensor in the files. A run says so.
 - **Quantized weights that can be converted**: FP8 with scales for blocks, rows or matrices (DeepSeek, Qwen, GLM,
   Mistral, compressed-tensors, modelopt, fbgemm), integers of compressed-tensors (Kimi) and MXFP4 (gpt-oss) are refused.
   `python -m rlkit.vlm.dequantize DIR NEW_DIRECTORY` writes them in bfloat16, for the trainer and for vLLM, and holds

@@ -38,11 +38,12 @@ from rlkit.data import append_response, collate, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
-from rlkit.engines.fsdp import fsdp1, fsdp2  # noqa: E402, F401
+from rlkit.engines.fsdp import fsdp1, fsdp1_loading, fsdp2  # noqa: E402, F401
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.runs.sampling import PolicySampler  # noqa: E402
 from rlkit.vlm import freeze, load_model, load_processor, lora, quantize_base, vision_tower_pattern  # noqa: E402
 
+fsdp1_loading.ELEMENTS_AT_ONCE = 64  # so that the parameters of a tiny model take several exchanges
 ROWS = 9  # row 3 is text only, the others have images
 
 

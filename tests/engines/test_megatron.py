@@ -3,9 +3,12 @@
 import math
 import shutil
 import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlkit.engines import make_engine
-from rlkit.runs import TrainingOptions, build_scorer
 from rlkit.vlm import freeze, load_model, lora, vision_tower_pattern
 from rlkit.vlm.adapt import checkpoint_parameters
 from rlkit.vlm.routers import use_router_replay
@@ -30,11 +32,13 @@ from megatron_groups import destroy_megatron_groups  # noqa: E402
 from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
 
+from rlkit.engines.megatron import weights  # noqa: E402
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
 from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
 from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
 from rlkit.engines.megatron.supported import ParallelDims, check_supported  # noqa: E402
 from rlkit.engines.megatron.weights import copy_local_part, files_to_module  # noqa: E402
+from rlkit.engines.model_files import open_slices  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -457,17 +461,34 @@ def test_an_output_layer_beside_tied_embeddings_and_tensors_without_a_place(tmp_
         make_engine("megatron", model=load_model(str(tmp_path), on_meta=True))
 
 
-def test_experts_that_are_one_tensor_in_the_files_are_read_whole(out, tmp_path, alone, capsys):
-    require(out, "moe-one")
-    shutil.copytree(out / "models" / "moe", tmp_path, dirs_exist_ok=True)
-    save_file(files_to_module(load_file(tmp_path / "model.safetensors")), tmp_path / "model.safetensors")
-    engine = build_scorer(TrainingOptions(model=str(tmp_path), engine="megatron"), str(tmp_path), None)
-    assert "expected experts that are separate tensors, got model.layers.0.mlp.experts.down_proj" in (
-        printed := capsys.readouterr().out
-    )
-    assert printed.strip().endswith("; each rank reads the whole model")
-    imported = results(out, "moe-one")["imported"]
-    assert all(torch.equal(imported[name], x) for name, x in engine.get_per_tensor_param())
+def test_experts_that_are_one_tensor_in_the_files_are_read_one_by_one(tmp_path, alone, monkeypatch):
+    ranks.make_model("moe").save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    save_file(files_to_module(expected), tmp_path / "model.safetensors")
+    read = []
+
+    @dataclass
+    class Watched:
+        tensor: Any
+
+        def get_shape(self):
+            return self.tensor.get_shape()
+
+        def __getitem__(self, index):
+            read.append((self.get_shape(), self.tensor[index].shape))
+            return self.tensor[index]
+
+    @contextmanager
+    def watched_slices(model):
+        with open_slices(model) as slices:
+            yield {name: Watched(x) if "experts" in name else x for name, x in slices.items()}
+
+    monkeypatch.setattr(weights, "open_slices", watched_slices)
+    engine = make_engine("megatron", model=load_model(str(tmp_path), on_meta=True))
+    found = dict(engine.get_per_tensor_param())
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
+    assert len(read) == 3 * 4 * 2  # matrices of 4 experts in 2 layers
+    assert all(len(stored) == 3 and len(shape) == 2 for stored, shape in read)
 
 
 def test_gradients_are_freed_between_steps(alone):

@@ -199,4 +199,5 @@ def test_host_memory_of_two_ranks_is_that_of_one_model(smollm2, tmp_path):
     assert held["megatron_stages"] == whole + 4 * 49_152 * 576  # the last stage has a copy of the embeddings
     for name in ("tensor", "megatron_tensor", "megatron_stages"):
         assert 0.5 * held[name] < taken[name] < 1.1 * held[name], name
-    assert held["fsdp1"] == whole and 0.5 * whole < taken["fsdp1"] < 3.6 * whole  # seen: 2.6 to 3.1; 4.2 without shards
+    # all shards, and the embeddings (21 %) once more; seen: 0.86 to 1.12, and 1.21 in fresh processes
+    assert held["fsdp1"] == whole and 0.5 * whole < taken["fsdp1"] < 1.3 * whole

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rlkit.engines.distributed import full_tensor
+from rlkit.engines.fsdp.fsdp1_loading import FlattenWithoutValues, allocate, fill_flat_parameters, read_rows
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
-from rlkit.engines.fsdp.sharded_loading import read_rows
 from rlkit.engines.fsdp.sharding import fsdp_units, mixed_dtypes_message
 from rlkit.vlm.loading import copy_with_weights
 
@@ -41,8 +42,8 @@ class Fsdp1Engine(Fsdp2Engine):
     """Trains and scores a model whose weights FSDP1 shards.
 
     Args:
-        model: from transformers, without adapters. With `rlkit.vlm.load_model(..., on_meta=True)` each rank reads its
-            rows of the weights. It has one unit of FSDP at a time in full, which FSDP1 shards.
+        model: from transformers, without adapters. With `rlkit.vlm.load_model(..., on_meta=True)` each rank reads only
+            its part of the weights, see `rlkit.engines.fsdp.fsdp1_loading`.
         options: those of `Fsdp2Engine` except `fsdp_size`, `tensor`, `ulysses_sequence_parallel_size`,
             `use_fused_kernels`, `router_replay` and `offload_between_phases`.
 
@@ -89,7 +90,11 @@ class Fsdp1Engine(Fsdp2Engine):
         return module
 
     def _shard_and_read(self, model: Any, mesh: DeviceMesh) -> Any:
-        return self._shard(model, self.compute_dtype, mesh, param_init_fn=read_rows(self.base, mesh, self.device))
+        rows = read_rows(self.base, mesh, self.device)
+        with FlattenWithoutValues():
+            module = self._shard(model, self.compute_dtype, mesh, param_init_fn=partial(allocate, device=self.device))
+        fill_flat_parameters(rows, mesh)
+        return module
 
     def _check_plain_head(self) -> None:
         raise ValueError("output_layer: expected the fsdp2 engine, got fsdp1, which cannot gather one layer alone")

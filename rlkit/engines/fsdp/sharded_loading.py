@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlkit.engines.distributed import full_tensor, local_part
+from rlkit.engines.distributed import local_part
 from rlkit.engines.model_files import check_weights, open_slices
 from rlkit.engines.sampler_dtype import kept_in_float32
 from rlkit.engines.value_head import has_value_head, with_value_head
@@ -24,11 +23,12 @@ from rlkit.vlm.weight_files import report_unused
 def load_sharded_weights(base: Any, device: torch.device) -> None:
     """Replace each parameter on the meta device by this rank's shard of it, read from the model's files.
 
-    transformers reads, renames and converts the tensors, a slice of a file at a time. (A mixture of experts is one
-    tensor in the model and many in the files, for example.) It can do so only for its own plain model. So a plain model
-    is made that contains the same shards; adapters and a value head already have their values. Weights that are to be
-    in NF4 are read to host memory, and quantized one by one. Weights that are made of full tensors, see `_conversions`,
-    are made in host memory, and cut one by one.
+    transformers reads, renames and converts tensors slice by slice, but only into a model of its own class without
+    adapters. Such a plain model is therefore made of the same shards, read, and its tensors are assigned to `base`.
+    Adapters and a value head already have their values.
+
+    NF4 weights are read into host memory, and quantized one by one. Weights that have to be converted as full tensors,
+    see `_conversions`, are also made in host memory, and each rank then keeps its shard.
 
     Args:
         base: from transformers, after `fully_shard`; `base.config.name_or_path` says where its files are.
@@ -39,112 +39,62 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
         NotInShardsError: files that are not safetensors.
     """
     path = base.config.name_or_path
+    dtype = base.config.dtype  # that the caller of `load_model` asked for
     quantized = {name: module for name, module in base.named_modules() if isinstance(module, Nf4Linear)}
     unquantized = {f"{name}.weight": _unquantized(layer) for name, layer in quantized.items()}
-    made_here = {f"{name}.{part}" for name in quantized for part in Nf4Weight._fields}
-    parameters = {name: p.detach() for name, p in base.named_parameters() if name not in made_here} | unquantized
-    # names in the base model, where adapters may wrap a layer -> names in the plain model
-    names = {
-        name: name.replace(".base_layer.", ".")
-        for name in [*base.state_dict(), *unquantized]
-        if ".lora_" not in name and name not in made_here
-    }
-    dtype = base.config.dtype  # that the caller of `load_model` asked for
+    codes_and_scales = {f"{name}.{part}" for name in quantized for part in Nf4Weight._fields}
+    own = {name: p.detach() for name, p in base.named_parameters() if name not in codes_and_scales}
+    parameters = own | unquantized
+    names = _plain_names([*base.state_dict(), *unquantized], codes_and_scales)
     plain = _plain_model(base, {names[name]: x for name, x in parameters.items() if name in names}, dtype)
     mismatched = _read_files(plain, path, device, dtype, on_host={names[name] for name in unquantized})
     _check_tied_weights(plain, path)
     plain.tie_weights()
     loaded = {name: x for name, x in plain.state_dict().items() if not x.is_meta}
-    # the output layer in the files has another shape than a value head
-    head = {name for name, p in base.named_parameters() if p is base.get_output_embeddings().weight and p.shape[0] == 1}
-    wrong = mismatched - head
-    wrong |= {names[name] for name, x in parameters.items() if x.is_meta and names[name] not in loaded}
-    check_weights(path, wrong)
-    # By these transformers gives weights the names of the files again. It would look for others itself, by the names of
-    # classes, which FSDP changes.
+    missing = {names[name] for name, x in parameters.items() if x.is_meta} - loaded.keys()
+    check_weights(path, missing | (mismatched - _value_head(base)))
+    # transformers uses these to rename weights for an export. It finds them by class names, which FSDP changes.
     base._weight_conversions = plain._weight_conversions
-    del plain, parameters, unquantized
-    state = {name: loaded.pop(n) for name, n in names.items() if n in loaded}
+    del plain, parameters, own, unquantized  # each weight is freed when it has been quantized
+    state = {name: loaded.pop(plain_name) for name, plain_name in names.items() if plain_name in loaded}
     for name, layer in quantized.items():
         state |= _quantized_state(name, layer, state.pop(f"{name}.weight"), device)
-    base.load_state_dict(state, False, assign=True)
+    base.load_state_dict(state, strict=False, assign=True)
     base.tie_weights()
 
 
-def read_rows(base: Any, mesh: DeviceMesh, device: torch.device) -> Callable[[nn.Module], None]:
-    """Read this rank's rows of each parameter on the meta device, for an engine that shards full weights itself.
-
-    Args:
-        base: from transformers, not sharded.
-        mesh: of one dimension; its ranks share the rows.
-        device: where the weights go.
-
-    Returns:
-        A function that gathers the parameters of one module, without its submodules, and frees the rows. All ranks call
-        it together. Until then the parameters stay on the meta device.
-
-    Raises:
-        ValueError: as `load_sharded_weights`.
-        NotInShardsError: as `load_sharded_weights`.
-    """
-
-    def as_rows(p: nn.Parameter) -> nn.Parameter:
-        if not p.is_meta or p.ndim == 0:
-            return p
-        return nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None), p.requires_grad)
-
-    _replace_parameters(base, as_rows)
-    load_sharded_weights(base, device)
-    rows: dict[nn.Parameter, Tensor] = {}
-    full: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
-
-    def as_placeholder(p: nn.Parameter) -> nn.Parameter:
-        if not isinstance(p, DTensor):
-            return p
-        placeholder = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
-        rows[placeholder] = p.detach()
-        return placeholder
-
-    _replace_parameters(base, as_placeholder)
-
-    def gather(module: nn.Module) -> None:
-        for name, placeholder in list(module.named_parameters(recurse=False)):
-            if placeholder in rows:
-                full[placeholder] = nn.Parameter(full_tensor(rows.pop(placeholder)), placeholder.requires_grad)
-            if placeholder in full:
-                setattr(module, name, full[placeholder])
-
-    return gather
+def _plain_names(names: Iterable[str], left_out: set[str]) -> dict[str, str]:
+    """Names in a model, whose layers adapters may wrap -> names in the model without adapters."""
+    read = (name for name in names if ".lora_" not in name and name not in left_out)
+    return {name: name.replace(".base_layer.", ".") for name in read}
 
 
-def _replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replace each parameter of a model; tied parameters stay tied."""
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            if p not in replaced:
-                replaced[p] = replacement(p)
-            setattr(module, name, replaced[p])
+def _value_head(base: Any) -> set[str]:
+    """The name of a value head's weight, if there is one; the output layer in the files has another shape."""
+    weight = base.get_output_embeddings().weight
+    return {name for name, p in base.named_parameters() if p is weight and p.shape[0] == 1}
 
 
 def _unquantized(layer: Nf4Linear) -> Tensor:
     """A tensor on the meta device that is sharded as the layer's codes are, and has the shape of its weight."""
     local = torch.empty(len(local_part(layer.codes)), layer.in_features, dtype=layer.dtype, device="meta")
-    return _sharded_like(layer.codes, local)
-
-
-def _sharded_like(x: Tensor, local: Tensor) -> Tensor:
-    """This rank's rows of a matrix as a tensor that is sharded as `x` is; the plain rows if `x` is not sharded."""
-    if not isinstance(x, DTensor):
-        return local
-    shape, stride = torch.Size([len(x), local.shape[1]]), (local.shape[1], 1)
-    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
+    return _sharded_like(layer.codes, local, (len(layer.codes), layer.in_features))
 
 
 def _quantized_state(name: str, layer: Nf4Linear, weight: Tensor, device: torch.device) -> dict[str, Tensor]:
     """The layer's codes and scales by their names, made of this rank's part of its weight."""
-    local = quantize_nf4(local_part(weight).to(device))._asdict()
-    return {f"{name}.{part}": _sharded_like(getattr(layer, part), x) for part, x in local.items()}
+    quantized = quantize_nf4(local_part(weight).to(device))._asdict()
+    shards = {part: getattr(layer, part) for part in quantized}
+    return {f"{name}.{part}": _sharded_like(shards[part], x, shards[part].shape) for part, x in quantized.items()}
+
+
+def _sharded_like(x: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of this shape, sharded as `x` is, of which this rank has the part `local`; `local` if `x` is plain."""
+    if not isinstance(x, DTensor):
+        return local
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=size, stride=stride)
 
 
 def _plain_model(base: Any, parameters: dict[str, Tensor], dtype: torch.dtype) -> Any:
@@ -153,7 +103,7 @@ def _plain_model(base: Any, parameters: dict[str, Tensor], dtype: torch.dtype) -
         plain = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype)
         if has_value_head(base):
             with_value_head(plain)
-    plain.load_state_dict(parameters, False, assign=True)
+    plain.load_state_dict(parameters, strict=False, assign=True)
     plain.tie_weights()
     return plain
 
@@ -173,12 +123,13 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype,
         places: dict[str, Any] = {"": device, **dict.fromkeys([*on_host, *from_full], "cpu")}
         options = LoadStateDictConfig(dtype=dtype, dtype_plan=kept, device_map=places, weight_mapping=mapping)
         shards = {name: x for name, x in plain.state_dict().items() if name in from_full}
-        plain.load_state_dict({name: _without_memory(x) for name, x in shards.items()}, False, assign=True)
+        full_shapes = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in shards.items()}
+        plain.load_state_dict(full_shapes, strict=False, assign=True)
         info, _ = convert_and_load_state_dict_in_model(plain, slices, options)
     for name, x in shards.items():
         full = plain.state_dict()[name]
         if not full.is_meta:
-            plain.load_state_dict({name: _cut(full, x, device)}, False, assign=True)
+            plain.load_state_dict({name: _cut(full, x, device)}, strict=False, assign=True)
     if dist.get_rank() == 0:
         report_unused(path, plain, info.unexpected_keys)
     return {name for name, *_ in info.mismatched_keys}
@@ -187,9 +138,9 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype,
 def _conversions(plain: Any, slices: Mapping[str, Any]) -> tuple[list[Any], set[str]]:
     """How transformers renames and converts the tensors of a model's files.
 
-    A rank can convert its slices alone if tensors of single experts are stacked, or the matrices of a stack are
-    transposed. Other weights have to be made of full tensors: one tensor in the files for several matrices of the
-    model, for example, or the other way round.
+    A rank can convert its slices alone if the files have a tensor for each expert, or stacks of transposed matrices.
+    Other weights have to be made of full tensors, for example if one tensor in the files has several matrices of the
+    model.
 
     Returns:
         What transformers calls the weight mapping, and the names of weights that have to be made of full tensors.
@@ -247,20 +198,12 @@ def made_of_full_tensors(model: Any) -> set[str]:
     return {name for name, pattern in patterns if pattern in from_full}
 
 
-def _without_memory(x: Tensor) -> Tensor:
-    """A tensor on the meta device in the full shape of one that may be sharded."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-
 def _cut(full: Tensor, shard: Tensor, device: torch.device) -> Tensor:
-    """This rank's part of a full tensor as a tensor that is sharded as another one is."""
+    """This rank's part of a full tensor, on the device, as a tensor that is sharded as `shard` is."""
     if not isinstance(shard, DTensor):
         return full.to(device)
-    local = local_part(distribute_tensor(full, shard.device_mesh, shard.placements, src_data_rank=None))
-    shape, stride = shard.shape, shard.stride()
-    return DTensor.from_local(
-        local.to(device, copy=True), shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=stride
-    )
+    sharded = distribute_tensor(full, shard.device_mesh, shard.placements, src_data_rank=None)
+    return _sharded_like(shard, local_part(sharded).to(device, copy=True), shard.shape)
 
 
 def _check_tied_weights(plain: Any, path: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from rlkit.engines.model_files import NotInShardsError, check_weights, open_slices
+from rlkit.engines.model_files import check_weights, open_slices
 from rlkit.vlm.loading import other_head_message
 from rlkit.vlm.weight_files import report_unused
 
@@ -293,16 +294,14 @@ def readable_tensors(model: Any, tensors: Mapping[str, HFTensor]) -> Iterator[di
 
     Raises:
         ValueError: files that are missing, cut short, or of another model.
-        NotInShardsError: see `open_slices`; also experts that are one tensor in the files.
+        NotInShardsError: as `open_slices`.
     """
     if not any(x.tensor.is_meta for x in tensors.values()):
         yield {name: x.tensor for name, x in tensors.items()}
         return
     with open_slices(model) as slices:
-        found = _with_names_of_model(model, slices, tensors)
-        if stacked := next((name for name in found if EXPERTS.fullmatch(name)), None):
-            path = model.config.name_or_path
-            raise NotInShardsError(f"model {path!r}: expected experts that are separate tensors, got {stacked}")
+        renamed = _with_names_of_model(model, slices, tensors)
+        found = {name: x for stored, tensor in renamed.items() for name, x in _separate_experts(stored, tensor).items()}
         fits = {name for name, x in tensors.items() if name in found and _shape(found[name]) == _shape(x.tensor)}
         check_weights(model.config.name_or_path, {name for name, x in tensors.items() if x.tensor.is_meta} - fits)
         if dist.get_rank() == 0:
@@ -335,6 +334,37 @@ def _with_names_of_model(model: Any, slices: Mapping[str, Any], names: Mapping[s
         name, _ = rename_source_key(old_name, renamings, [], model.base_model_prefix, wanted)
         found[old_name if name not in names and old_name in names else name] = x
     return found
+
+
+@dataclass
+class _ExpertMatrix:
+    """The matrix of one expert in a tensor of all experts of a layer, read from the files when it is indexed."""
+
+    experts: Any
+    number: int
+    rows: slice
+
+    def get_shape(self) -> list[int]:
+        return [self.rows.stop - self.rows.start, *_shape(self.experts)[2:]]
+
+    def __getitem__(self, _: Any) -> Tensor:
+        """The whole matrix: ranks share whole experts."""
+        tensor: Tensor = self.experts[self.number, self.rows]
+        return tensor
+
+
+def _separate_experts(name: str, tensor: Any) -> dict[str, Any]:
+    """Matrices by names with separate experts, if a tensor of the files has all experts of a layer."""
+    if (match := EXPERTS.fullmatch(name)) is None:
+        return {name: tensor}
+    experts, rows = _shape(tensor)[:2]
+    half = rows // 2
+    parts = {"down": slice(0, rows)} if match[2] == "down" else {"gate": slice(0, half), "up": slice(half, rows)}
+    return {
+        f"{match[1]}.{number}.{part}_proj.weight": _ExpertMatrix(tensor, number, of_part)
+        for number in range(experts)
+        for part, of_part in parts.items()
+    }
 
 
 def freeze_parameters(parameters: Sequence[MappedParameter], tensors: Mapping[str, HFTensor]) -> None:
