@@ -366,10 +366,8 @@ def test_a_page_with_too_many_answers_shows_evenly_spaced_steps(tmp_path, monkey
     image = (tmp_path / record["images"][0]).stat().st_size
     monkeypatch.setattr(kept, "MOST_BYTES", 5 * len(json.dumps(record)) + 4 * image // 3)
     found = kept.answers_for_page(tmp_path)
-    assert found["every"] in (4, 5) and [r["step"] for r in found["prompts"]] == list(
-        range(19 % found["every"], 20, found["every"])
-    )
-    assert len(found["images"]) == 1
+    assert [r["step"] for r in found["prompts"]] in (list(range(19 % n, 20, n)) for n in (4, 5))
+    assert found["kept"] == 20 and len(found["images"]) == 1
 
 
 def test_a_page_shows_some_prompts_of_a_step_that_is_too_large(tmp_path, monkeypatch):
@@ -381,8 +379,9 @@ def test_a_page_shows_some_prompts_of_a_step_that_is_too_large(tmp_path, monkeyp
     monkeypatch.setattr(kept, "MOST_BYTES", 4 * len(json.dumps(record)))
     monkeypatch.setattr(kept, "_index", kept.RecordIndex)
     kept.append_records(tmp_path, [{**one, "step": 2} for one in large])
-    shown = [(one["step"], one["prompt"]) for one in kept.answers_for_page(tmp_path)["prompts"]]
-    assert shown == [(2, str(i)) for i in range(0, 12, 3)]
+    found = kept.answers_for_page(tmp_path)
+    assert [(one["step"], one["prompt"]) for one in found["prompts"]] == [(2, str(i)) for i in range(0, 12, 3)]
+    assert found["kept"] == 25
 
 
 def test_another_file_with_the_same_end_is_read_anew(tmp_path):

@@ -163,8 +163,8 @@ def answers_for_page(out: Path) -> dict[str, Any]:
 
     Returns:
         `prompts`: records, each with the keys of its images and audios. `images`: data URLs by key. `audios`: likewise,
-        as many as `MOST_BYTES_OF_AUDIOS` allows, those of the newest steps first. `every`: n, where every n-th step is
-        shown. `audio_seconds`: how much of an audio is saved.
+        as many as `MOST_BYTES_OF_AUDIOS` allows, those of the newest steps first. `kept`: how many records the file
+        has. `audio_seconds`: how much of an audio is saved.
     """
     index = _index(out / SAMPLES)
     lines = index.update()
@@ -182,7 +182,7 @@ def answers_for_page(out: Path) -> dict[str, Any]:
         "prompts": [_shortened(record) for record in shown],
         "images": images,
         "audios": _audios_for_page(out, shown),
-        "every": every,
+        "kept": len(lines),
         "audio_seconds": SAVED_SECONDS,
     }
 

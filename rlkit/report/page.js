@@ -256,7 +256,7 @@ const CONTROLS = { "answer-run": "run", "answer-kind": "kind", "answer-step": "s
 
 function showAnswers() {
   keepChoice();
-  const answers = DATA.runs[choice.run]?.answers || { prompts: [], every: 1 };
+  const answers = DATA.runs[choice.run]?.answers || { prompts: [], kept: 0 };
   const options = (id, values) => byId(id).replaceChildren(...values.map(([value, textContent]) => element("option", { value, textContent })));
   options("answer-run", DATA.runs.map((run, i) => [i, run.name]));
   options("answer-kind", [["", "training and held-out prompts"], ["training", "training prompts"], ["held-out", "held-out prompts"]]);
@@ -264,8 +264,9 @@ function showAnswers() {
   byId("run-choice").hidden = DATA.runs.length < 2;
   for (const [id, name] of Object.entries(CONTROLS)) byId(id).value = choice[name];
   const found = matching().sort(ORDERS[choice.order]);
-  const thinned = answers.every > 1 ? ` Of every ${answers.every} steps one is on this page; samples.jsonl has all.` : "";
-  byId("answer-count").textContent = answers.prompts.length ? `${found.length} of ${answers.prompts.length} kept prompts.${thinned}` : "No answers were kept.";
+  const shown = answers.prompts.length;
+  const thinned = shown < answers.kept ? ` This page has ${shown} of ${answers.kept}; samples.jsonl has all.` : "";
+  byId("answer-count").textContent = shown ? `${found.length} of ${shown} kept prompts.${thinned}` : "No answers were kept.";
   byId("answer-list").replaceChildren(...found.slice(0, shownPrompts).map(promptCard));
   byId("more-answers").hidden = found.length <= shownPrompts;
 }
