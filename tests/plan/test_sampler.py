@@ -223,12 +223,14 @@ def plan_on_servers(config, gpu, count):
 def test_servers_that_do_not_fit_are_refused_with_the_way_to_fit(config):
     a100 = gpu_named("a100-40gb")
     alone, halves = (plan_on_servers(config, a100, Servers(8, gpus)) for gpus in (1, 2))
-    assert not alone.fits and verdict(alone).startswith("does not fit: servers 62.8 GiB of 36.6 GiB")
+    assert not alone.fits and verdict(options(), alone).startswith("does not fit: servers 62.8 GiB of 36.6 GiB")
     assert server_advice(Servers(8, 1), config, alone) == "servers fit with --server_tensor_parallel 2"
     assert halves.fits and halves.peak == GIB  # of a GPU that trains
-    assert server_advice(Servers(1, 1), config, alone) == "servers do not fit on 1 GPU"
+    assert server_advice(Servers(1, 1), config, alone) == (
+        "servers do not fit on 1 GPU; raise --server_gpus and --server_tensor_parallel"
+    )
     tight = plan_on_servers(config, gpu_named("h100-80gb", 68.5), Servers(8, 1))
-    assert verdict(tight).endswith("no room for one sequence; raise --server_tensor_parallel") and not tight.fits
+    assert verdict(options(), tight).endswith("no room for one sequence; raise --server_tensor_parallel") and not tight.fits
 
 
 def test_generation_and_training_overlap_if_answers_are_sampled_ahead(config):
