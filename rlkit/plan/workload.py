@@ -19,7 +19,7 @@ TEXT_BESIDE_IMAGE = 64  # text tokens of a prompt with an image, unless --image_
 
 
 def samples_to_train(cfg: Any) -> bool:
-    """Whether each step samples the answers that it trains on; recipes with given answers sample for evaluation only."""
+    """Whether a step samples the answers that it trains on. Recipes with given answers sample for evaluation only."""
     return hasattr(cfg, "rollout") and not hasattr(cfg, "max_tokens")
 
 

@@ -57,7 +57,7 @@ def test_groups_have_their_own_links(size, stride, expected):
 
 
 def test_a_full_machine_of_an_uneven_group():
-    """12 ranks on machines of 8: of 1200 bytes the full machine lacks 400, of which each of its 8 adapters fetches 50."""
+    """12 ranks on machines of 8: of 1200 bytes the full one lacks 400, of which each of its 8 adapters fetches 50."""
     received = all_gather(1200, group(12, 1, gpus_per_node=8))
     assert received.network == pytest.approx(400 / 8) and received.machine == 1200 * 7 / 8
 
@@ -94,7 +94,7 @@ MEGATRON = SimpleNamespace(**{**vars(FSDP2), "engine": "megatron", "parallel": {
 
 @pytest.mark.parametrize("cfg", [FSDP2, MEGATRON])
 def test_each_mini_batch_is_an_optimizer_step(cfg):
-    """2 epochs of 3 micro-batches: 4 mini-batches have 4 at least. AdamW runs 2 or 8 times, as do Megatron's updates."""
+    """2 epochs of 3 micro-batches: 4 mini-batches have 4 at least. AdamW and Megatron's updates run 2 to 8 times."""
     three = rehearsal({"policy": ModelSize(400, 800, trained=100, owned=10)})
     found = {}
     for count in (1, 3, 4):
@@ -238,9 +238,9 @@ def test_windows_and_chunks_are_not_full_attention():
 
     def pairs(config, segments):
         layers = LlamaConfig(hidden_size=64, intermediate_size=64, **SIZES)
-        with_full_attention = forward_flops(layers, segments) - forward_flops(layers, [(1, 0)] * sum(n for n, _ in segments))
+        full_attention = forward_flops(layers, segments) - forward_flops(layers, [(1, 0)] * sum(n for n, _ in segments))
         full = sum(n * b + n * (n + 1) // 2 for n, b in segments) - sum(n for n, _ in segments)
-        assert with_full_attention == 2 * one_pair * full
+        assert full_attention == 2 * one_pair * full
         base = forward_flops(config, [(1, 0)] * sum(n for n, _ in segments))
         return (forward_flops(config, segments) - base) / one_pair + 2 * sum(n for n, _ in segments)
 

@@ -230,7 +230,8 @@ def test_servers_that_do_not_fit_are_refused_with_the_way_to_fit(config):
         "servers do not fit on 1 GPU; raise --server_gpus and --server_tensor_parallel"
     )
     tight = plan_on_servers(config, gpu_named("h100-80gb", 68.5), Servers(8, 1))
-    assert verdict(options(), tight).endswith("no room for one sequence; raise --server_tensor_parallel") and not tight.fits
+    assert verdict(options(), tight).endswith("no room for one sequence; raise --server_tensor_parallel")
+    assert not tight.fits
 
 
 def test_generation_and_training_overlap_if_answers_are_sampled_ahead(config):
