@@ -177,24 +177,28 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
     return reduce_metrics(measured, engine.data_parallel_group)
 
 
-def update(batch, cfg: Config, step: int, engine, critic):
-    """All optimizer steps of the critic on a batch, then those of the policy; mean metrics."""
-    parts = []
+def mini_batches(batch, cfg: Config, step: int, engine):
+    """The mini-batches of all passes over a batch, each made when it is needed."""
     for epoch in range(cfg.ppo_epochs):
         prompts = np.random.default_rng((cfg.seed, step, epoch)).permutation(cfg.prompts_per_step)
-        parts += runs.mini_batches(batch, prompts, cfg.mini_batches, engine)
-    # a part is empty if all of its rows were skipped or unjudged
-    parts = [part for part in parts if engine.global_sum(part.mask.sum()) > 0]
-    for part in parts:
-        part.add(lm_weights=imitation_weights(part, engine))
+        for part in runs.mini_batches(batch, prompts, cfg.mini_batches, engine):
+            # a part is empty if all of its rows were skipped or unjudged
+            if engine.global_sum(part.mask.sum()) > 0:
+                part.add(lm_weights=imitation_weights(part, engine))
+                yield part
+
+
+def update(batch, cfg: Config, step: int, engine, critic):
+    """All optimizer steps of the critic on a batch, then those of the policy; mean metrics."""
     with runs.keep_on_device(critic):
-        loss_fn = partial(value_loss, cfg=cfg)
+        loss_fn, parts = partial(value_loss, cfg=cfg), mini_batches(batch, cfg, step, engine)
         means = runs.mean_metrics([critic.train_batch(part, loss_fn) for part in parts])
     kept = ("loss", "grad_norm", "lr", "skipped_steps")
     metrics = {f"critic/{name}": x for name, x in means.items() if name in kept}
     if step >= cfg.critic_warmup:
         with runs.keep_on_device(engine):
-            loss_fn, outputs = partial(policy_loss, cfg=cfg), ("logprobs", "entropy")
+            loss_fn, parts = partial(policy_loss, cfg=cfg), mini_batches(batch, cfg, step, engine)
+            outputs = ("logprobs", "entropy")
             updates = [engine.train_batch(part, loss_fn, outputs=outputs) for part in parts]
         metrics |= runs.mean_metrics(updates)
     return metrics

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlkit.data.samples import Batch
 from rlkit.engines.packing.shared_prompts import prompt_lengths, shared_prompt_groups
-from rlkit.vlm.families import PACKABLE_LAYERS, layer_types
+from rlkit.vlm.families import PACKABLE_LAYERS, kinds_of_layers, layer_types
 
 
 def forward_flops(
@@ -79,6 +79,8 @@ def flops_obstacle(config: Any) -> str | None:
         return "its multi-head latent attention is not counted"
     if getattr(text, "hidden_size_per_layer_input", None):
         return "its embeddings of each layer are not counted"
+    if getattr(text, "is_heterogeneous", False):  # some layers of Gemma 4 have larger heads
+        return "its layers of several sizes are not counted"
     if getattr(text, "n_shared_experts", None) or getattr(text, "moe_num_shared_experts", None):
         return "its shared experts are not counted"
     if isinstance(getattr(text, "moe_intermediate_size", None), list):
@@ -88,9 +90,7 @@ def flops_obstacle(config: Any) -> str | None:
 
 def _attention_pairs(config: Any, segments: Sequence[tuple[int, int]]) -> int:
     """Pairs of a query and a key that the masks of all attention layers keep."""
-    text = config.get_text_config()
-    only = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
-    kinds = Counter(layer_types(config) or [only] * text.num_hidden_layers)
+    text, kinds = config.get_text_config(), Counter(kinds_of_layers(config))
 
     def of_first(count: int, kind: str) -> int:
         """Pairs of the first `count` positions of a sequence."""

@@ -78,7 +78,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     servers = Servers(options.server_gpus, options.server_tensor_parallel or 1) if options.server_gpus else None
     plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens, servers)
     if options.json:
-        print(json.dumps(summary(plan)))
+        print(json.dumps(summary(cfg, plan)))
         return plan.fits
     print(describe(cfg, roles, plan, options.nproc, options.gpus_per_node))
     if not plan.fits and not options.no_advice:
@@ -155,7 +155,7 @@ def server_advice(servers: Servers, config: Any, plan: Plan) -> str:
             continue
         if memory.sequences:
             return f"servers fit with --server_tensor_parallel {larger.tensor_parallel}"
-    return f"servers do not fit on {_gpus(servers.gpus)}"
+    return f"servers do not fit on {_gpus(servers.gpus)}; raise --server_gpus and --server_tensor_parallel"
 
 
 if __name__ == "__main__":

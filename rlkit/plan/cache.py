@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlkit.vlm.families import TOKENWISE_LAYERS, attention_cache_numbers, layer_types
+from rlkit.vlm.families import TOKENWISE_LAYERS, attention_cache_numbers, kinds_of_layers
 
 HALF = 2  # bytes of a bfloat16 number
 
@@ -27,8 +27,7 @@ def cache_bytes(config: Any, tokens: int) -> int:
     Raises:
         ValueError: the family has layers of another kind.
     """
-    text = config.get_text_config()
-    kinds = layer_types(config) or [_only_kind(text)] * text.num_hidden_layers
+    text, kinds = config.get_text_config(), kinds_of_layers(config)
     total = 0
     for i, kind in enumerate(kinds[: len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)]):
         if kind not in ATTENTION | SLIDING | CHUNKED | RECURRENT | TOKENWISE_LAYERS:
@@ -46,13 +45,6 @@ ATTENTION = frozenset({"full_attention", "attention", "hybrid"})  # to all token
 SLIDING = frozenset({"sliding_attention", "hybrid_sliding"})
 CHUNKED = frozenset({"chunked_attention"})
 RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
-
-
-def _only_kind(text: Any) -> str:
-    """The kind of all layers in a family that does not list them."""
-    if hasattr(text, "mamba_d_ssm"):
-        return "hybrid"
-    return "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
 
 
 def state_bytes(text: Any) -> int:

@@ -22,7 +22,14 @@ from rlkit.plan.cache import HALF
 from rlkit.plan.fake_ranks import fake_ranks
 from rlkit.plan.kernels import use_own_attention, use_planned_attention
 from rlkit.plan.ledger import GATHERED, Ledger
-from rlkit.plan.workload import PackedRows, Workload, largest_micro_batches, longest_batch, packed_rows
+from rlkit.plan.workload import (
+    PackedRows,
+    Workload,
+    largest_micro_batches,
+    longest_batch,
+    optimizer_steps,
+    packed_rows,
+)
 from rlkit.rollout.servers.weight_transfer import buckets
 from rlkit.runs.models import shared_options, trained_part, training_engine
 from rlkit.runs.options import sends_adapters
@@ -90,6 +97,7 @@ class Rehearsal:
         made_of_full: number of elements of the parameters that each rank makes of full tensors on the host.
         micro_batches: all rows of this rank.
         models: sizes of the models by role: policy, critic, reference.
+        copied_back: bytes of `host` that training changes, so that they are copied back: no frozen weights.
     """
 
     peaks: dict[str, dict[str, int]]
@@ -103,6 +111,7 @@ class Rehearsal:
     micro_batches: Sequence[PackedRows] = ()
     models: Mapping[str, ModelSize] = field(default_factory=dict)
     made_of_full: int = 0
+    copied_back: int = 0
 
 
 def rehearse(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Rehearsal:
@@ -149,7 +158,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     sizes = {name: _model_size(engine.module) for name, engine in engines.items()}
     resident = _run_phases(cfg, roles, engines, batch, ledger)
     return Rehearsal(
-        peaks=_of_later_steps(ledger.peaks, resident, several_updates=_updates_per_batch(cfg) > 1),
+        peaks=_of_later_steps(ledger.peaks, resident, several_updates=optimizer_steps(cfg) > 1),
         resident=resident,
         host=sum(getattr(engine, "host_bytes", 0) for engine in engines.values()),
         parameters=counts.parameters,
@@ -160,7 +169,16 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
         made_of_full=counts.made_of_full,
         micro_batches=packed_rows(workload, cfg.micro_batch_tokens, share_prompts=first.share_prompts),
         models=sizes,
+        copied_back=sum(map(_copied_back, engines.values())) if cfg.offload_between_phases else 0,
     )
+
+
+def _copied_back(engine: Any) -> int:
+    """Bytes of an offloaded engine without those of frozen weights, whose copies on the host stay valid."""
+    if engine.optimizer is None:
+        return 0
+    frozen = local(p for p in engine.module.parameters() if not p.requires_grad)
+    return engine.host_bytes - sum(x.numel() * x.element_size() for x in frozen)
 
 
 def _build_engines(cfg: Any, models: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
@@ -241,12 +259,6 @@ def _of_later_steps(
             optimizer = max(optimizer, step["optimizer"])
         of_later_steps[phase] = {**kinds, "optimizer": optimizer} if optimizer else kinds
     return of_later_steps
-
-
-def _updates_per_batch(cfg: Any) -> int:
-    """Optimizer steps on the rows of one sampling phase."""
-    passes = getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
-    return passes * getattr(cfg, "mini_batches", 1)
 
 
 def _options(cfg: Any, config: Any) -> dict[str, Any]:

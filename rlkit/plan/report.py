@@ -57,7 +57,7 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         "",
         time_table(cfg, roles, plan, world, gpus_per_node),
         "",
-        verdict(plan),
+        verdict(cfg, plan),
     ]
     return "\n".join(lines)
 
@@ -73,11 +73,11 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def summary(plan: Plan) -> dict[str, Any]:
+def summary(cfg: Any, plan: Plan) -> dict[str, Any]:
     """What `--json` prints: `fits`, the `verdict` and the `rows` of a rank in words, and bytes by phase and kind."""
     return {
         "fits": plan.fits,
-        "verdict": verdict(plan),
+        "verdict": verdict(cfg, plan),
         "rows": describe_rows(plan.rehearsal.workload),
         "phases": plan.phases,
     }
@@ -187,11 +187,11 @@ def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: in
     else:
         step, note = generation + sum(totals.values()), ""
     table.append(f"| step | | | | | {step:.1f} |{note} |")
-    return "\n".join([*table, *reservations(roles, plan)])
+    return "\n".join([*table, *(caveats(roles, plan) if "generate" in phases else [])])
 
 
-def reservations(roles: Roles, plan: Plan) -> list[str]:
-    """Where the floor may be above the real time."""
+def caveats(roles: Roles, plan: Plan) -> list[str]:
+    """Where the floor of generation may be above the real time."""
     text, sampler = (roles.policy or roles.critic).get_text_config(), plan.sampler
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     sequences = min(sampler.rows, sampler.sequences)
@@ -208,7 +208,7 @@ def samples_ahead(cfg: Any) -> bool:
     return getattr(cfg, "max_staleness", 0) > 0
 
 
-def verdict(plan: Plan) -> str:
+def verdict(cfg: Any, plan: Plan) -> str:
     """One sentence: whether the run fits, with the numbers."""
     limit, gpu = USABLE * plan.gpu.memory / GIB, plan.gpu
     usable_memory = f"of {limit:.1f} GiB usable on {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
@@ -220,7 +220,9 @@ def verdict(plan: Plan) -> str:
     if plan.sampler.servers:
         return "does not fit: the servers' cache has no room for one sequence; raise --server_tensor_parallel"
     most, share = plan.sampler.utilization, plan.sampler.share
-    larger = f"raise --gpu_memory_utilization, at most to {most:g}, or " if most and share and share < most else ""
+    in_options = "gpu_memory_utilization" in cfg.rollout_options  # it has precedence over the recipe's option
+    option = "--rollout_options gpu_memory_utilization" if in_options else "--gpu_memory_utilization"
+    larger = f"raise {option}, at most to {most:g}, or " if most and share and share < most else ""
     return (
         f"does not fit: the sampler's cache has no room for one sequence; {larger}split the sampler with "
         "--rollout_options tensor_parallel_size"

@@ -25,7 +25,7 @@ from rlkit.plan.hardware import NETWORK_BANDWIDTH, Gpu
 from rlkit.plan.links import Group, LinkBytes, all_gather, all_reduce, group, reduce_scatter
 from rlkit.plan.rehearsal import Rehearsal, Roles
 from rlkit.plan.sampler import SamplerMemory, sequence_bytes
-from rlkit.plan.workload import Workload
+from rlkit.plan.workload import Workload, optimizer_steps, passes, samples_to_train
 from rlkit.runs.options import sends_adapters
 
 GRADIENT = 4  # bytes of a gradient that is summed over ranks: float32
@@ -40,7 +40,7 @@ class Cost:
         flops: floating-point operations.
         memory: bytes read from and written to the GPU's memory.
         link: bytes received from other GPUs.
-        host: bytes copied from and to host memory.
+        host: bytes copied from host memory and to it, which never happens at the same time.
     """
 
     flops: float = 0.0
@@ -53,6 +53,9 @@ class Cost:
             self.flops + other.flops, self.memory + other.memory, self.link + other.link, self.host + other.host
         )
 
+    def __rmul__(self, factor: float) -> Cost:
+        return Cost(factor * self.flops, factor * self.memory, factor * self.link, factor * self.host)
+
     def seconds(self, gpu: Gpu) -> dict[str, float]:
         """Seconds that compute, memory traffic, communication and copies to the host would each take alone."""
         return {
@@ -64,14 +67,31 @@ class Cost:
         }
 
 
+@dataclass(frozen=True)
+class Case:
+    """What the costs of all phases depend on.
+
+    Attributes:
+        cfg: options of the recipe.
+        rehearsal: rows and models of a rank.
+        world: number of ranks.
+        gpus_per_node: ranks of a machine.
+    """
+
+    cfg: Any
+    rehearsal: Rehearsal
+    world: int
+    gpus_per_node: int
+
+
 def costs(
     cfg: Any, roles: Roles, rehearsal: Rehearsal, sampler: SamplerMemory, world: int, gpus_per_node: int
 ) -> dict[str, Cost]:
     """The cost of each phase of a step on one rank.
 
-    With a critic, or several updates on a batch, the policy scores all rows before the first update ("old logprobs"),
-    and so does the critic ("values"). KTO's policy and reference score the answers to other prompts ("baseline"), which
-    take less memory than training.
+    With a critic, or several optimizer steps on a batch, the policy scores all rows before the first of them ("old
+    logprobs"), and so does the critic ("values"). KTO's policy and reference score the answers to other prompts
+    ("baseline"), which take less memory than training. Answers and weights for evaluations are no part of a step.
 
     Args:
         cfg: options of the recipe.
@@ -80,29 +100,29 @@ def costs(
         world: number of ranks.
         gpus_per_node: ranks of a machine.
     """
-    ranks = (cfg, rehearsal, world, gpus_per_node)
+    case = Case(cfg, rehearsal, world, gpus_per_node)
     phases = {}
-    samples, has_both = hasattr(cfg, "rollout"), roles.policy is not None and roles.critic is not None
+    samples, has_both = samples_to_train(cfg), roles.policy is not None and roles.critic is not None
     if samples and cfg.max_new_tokens:
         phases["generate"] = generation(cfg, roles.policy, rehearsal, sampler)
-    if has_both or _updates(cfg) > 1 or getattr(cfg, "mini_batches", 1) > 1:
-        phases["old logprobs"] = scoring("policy", roles.policy, *ranks)
+    if has_both or optimizer_steps(cfg) > 1:
+        phases["old logprobs"] = scoring("policy", roles.policy, case)
     if roles.adapter_reference:
-        phases["reference"] = scoring("policy", roles.policy, *ranks)
+        phases["reference"] = scoring("policy", roles.policy, case)
     elif roles.reference is not None:
-        phases["reference"] = scoring("reference", roles.reference, *ranks)
+        phases["reference"] = scoring("reference", roles.reference, case)
     if getattr(cfg, "baseline", False):
-        phases["baseline"] = scoring("policy", roles.policy, *ranks)
+        phases["baseline"] = scoring("policy", roles.policy, case)
         if "reference" in phases:
             phases["baseline"] += phases["reference"]
     if has_both:
-        phases["values"] = scoring("critic", roles.critic, *ranks)
-    phases["train"] = Cost(host=2 * rehearsal.host)  # brought back from the host and put away again, at least once
+        phases["values"] = scoring("critic", roles.critic, case)
+    phases["train"] = Cost(host=rehearsal.host + rehearsal.copied_back)  # to the GPU and back, at least once
     for role, config in (("policy", roles.policy), ("critic", roles.critic)):
         if config is not None:
-            phases["train"] += training(role, config, *ranks)
+            phases["train"] += training(role, config, case)
     if samples:
-        phases["weight sync"] = weight_sync(sampler, *ranks)
+        phases["weight sync"] = weight_sync(sampler, case)
     return phases
 
 
@@ -126,7 +146,7 @@ def generation(cfg: Any, config: Any, rehearsal: Rehearsal, sampler: SamplerMemo
     return Cost(flops, rounds * tokens * weights + sampler.rows * tokens * cache)
 
 
-def scoring(role: str, config: Any, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int) -> Cost:
+def scoring(role: str, config: Any, case: Case) -> Cost:
     """One forward pass over all rows.
 
         FLOPs   F
@@ -136,48 +156,54 @@ def scoring(role: str, config: Any, cfg: Any, rehearsal: Rehearsal, world: int, 
     Args:
         role: of the model: policy, critic or reference.
         config: its configuration.
+        case: options, rows and ranks.
     """
-    n, size = len(rehearsal.micro_batches), rehearsal.models[role]
-    if cfg.engine == "megatron":
-        link = _activations(config, cfg, rehearsal, world, gpus_per_node, forwards=1, backwards=0)
+    n, size = len(case.rehearsal.micro_batches), case.rehearsal.models[role]
+    if case.cfg.engine == "megatron":
+        link = _activations(config, case, forwards=1, backwards=0)
     else:
-        shard, _ = fsdp_groups(cfg, world, gpus_per_node)
+        shard, _ = fsdp_groups(case)
         link = all_gather(n * (size.weights - size.root) + size.root, shard)
-    return Cost(_rank_flops(role, config, rehearsal, world), n * size.weights, link)
+    return Cost(_rank_flops(role, config, case), n * size.weights, link)
 
 
-def training(role: str, config: Any, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int) -> Cost:
-    """All updates of a model on the rows of a rank. For each update:
+def training(role: str, config: Any, case: Case) -> Cost:
+    """All optimizer steps of a model on the rows of a rank. For each pass over the rows:
 
         FLOPs   (1 + 2) F, or (1 + 1) F if only adapters are trained; F more with gradient checkpointing;
                 one F for a vision tower that is frozen, as it is below adapters
-        memory  n (2 W + 2 T) + 28 O; n W more with gradient checkpointing
+        memory  n (2 W + 2 T); n W more with gradient checkpointing
         links   fsdp2: an all-gather of n (2 W - R), a reduce-scatter of the float32 gradients 4 n T, and between the
-                replicas of hybrid sharding an all-reduce of their shards;
-                megatron: activations in all passes, and once the gradients and the updated weights
+                replicas of hybrid sharding an all-reduce of their shards;  megatron: activations
 
-    Memory: weights are read for forward and backward, gradients written in 16 bits, and AdamW reads and writes its
-    shard of the state.
+    Weights are read for forward and backward, and gradients written in 16 bits. A mini-batch has at least one
+    micro-batch. For each optimizer step, of which a pass has one for each mini-batch:
+
+        memory  28 O: AdamW reads and writes its shard of the state
+        links   megatron: the gradients and the updated weights
     """
-    n, size, recomputes = len(rehearsal.micro_batches), rehearsal.models[role], bool(cfg.enable_gradient_checkpointing)
-    passes = 1 + (1 if cfg.lora_rank else 2) + recomputes
+    cfg, rehearsal = case.cfg, case.rehearsal
+    size, recomputes = rehearsal.models[role], bool(cfg.enable_gradient_checkpointing)
+    n, steps = max(len(rehearsal.micro_batches), optimizer_steps(cfg) // passes(cfg)), optimizer_steps(cfg)
+    forwards_and_backwards = 1 + (1 if cfg.lora_rank else 2) + recomputes
+    flops = forwards_and_backwards * _rank_flops(role, config, case)
+    if cfg.lora_rank or cfg.freeze_vision_tower:
+        flops -= (forwards_and_backwards - 1) * _tower_flops(config, case)
+    memory = n * ((2 + recomputes) * size.weights + HALF * size.trained)
     if cfg.engine == "megatron":
-        link = megatron.update_link_bytes(size, megatron.groups(ParallelDims(**cfg.parallel), world, gpus_per_node))
-        link += _activations(config, cfg, rehearsal, world, gpus_per_node, forwards=1 + recomputes, backwards=1)
+        link = _activations(config, case, forwards=1 + recomputes, backwards=1)
+        of_step = megatron.update_link_bytes(size, _megatron_groups(case))
     else:
-        shard, replicas = fsdp_groups(cfg, world, gpus_per_node)
+        shard, replicas = fsdp_groups(case)
         link = all_gather(n * (2 * size.weights - size.root), shard)
         link += reduce_scatter(n * GRADIENT * size.trained, shard)
         link += all_reduce(n * GRADIENT * size.trained / shard.size, replicas)
-    memory = n * ((2 + recomputes) * size.weights + HALF * size.trained) + ADAMW * size.owned
-    flops = passes * _rank_flops(role, config, rehearsal, world)
-    if cfg.lora_rank or cfg.freeze_vision_tower:
-        flops -= (passes - 1) * _tower_flops(config, rehearsal, world)
-    updates = _updates(cfg)
-    return Cost(updates * flops, updates * memory, updates * link)
+        of_step = LinkBytes()
+    pass_over_rows, step = Cost(flops, memory, link), Cost(memory=ADAMW * size.owned, link=of_step)
+    return passes(cfg) * pass_over_rows + steps * step
 
 
-def weight_sync(sampler: SamplerMemory, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int) -> Cost:
+def weight_sync(sampler: SamplerMemory, case: Case) -> Cost:
     """Gathering of the trained weights, or of their adapters alone, for the sampler; with G bytes of them,
 
         memory  2 G
@@ -186,20 +212,21 @@ def weight_sync(sampler: SamplerMemory, cfg: Any, rehearsal: Rehearsal, world: i
 
     What is sent on to servers is not counted.
     """
-    size, adapters = rehearsal.models.get("policy") or rehearsal.models["critic"], sends_adapters(cfg)
+    cfg, models = case.cfg, case.rehearsal.models
+    size, adapters = models.get("policy") or models["critic"], sends_adapters(cfg)
     if cfg.engine == "megatron":
-        dims = ParallelDims(**cfg.parallel)
-        link = megatron.sync_link_bytes(size, dims, megatron.groups(dims, world, gpus_per_node))
+        link = megatron.sync_link_bytes(size, ParallelDims(**cfg.parallel), _megatron_groups(case))
         return Cost(memory=2 * HALF * size.parameters, link=link)
     gathered = HALF * size.trained if adapters else size.weights
     sleeps = adapters and cfg.rollout == "vllm"
-    shard, _ = fsdp_groups(cfg, world, gpus_per_node)
+    shard, _ = fsdp_groups(case)
     return Cost(memory=2 * gathered, link=all_gather(gathered, shard), host=2 * sampler.weights if sleeps else 0)
 
 
-def fsdp_groups(cfg: Any, world: int, gpus_per_node: int) -> tuple[Group, Group]:
+def fsdp_groups(case: Case) -> tuple[Group, Group]:
     """The ranks that shard a model, and those that have the same shard of its replicas (`--parallel fsdp_size`)."""
-    size = cfg.parallel.get("fsdp_size", world)
+    world, gpus_per_node = case.world, case.gpus_per_node
+    size = case.cfg.parallel.get("fsdp_size", world)
     return group(size, 1, gpus_per_node), group(world // size, size, gpus_per_node)
 
 
@@ -218,31 +245,30 @@ def rows_flops(config: Any, workload: Workload, prompts: int, *, head: bool = Tr
     return prompts * prompt + workload.rows * answer
 
 
-def _rank_flops(role: str, config: Any, rehearsal: Rehearsal, world: int) -> float:
+def _rank_flops(role: str, config: Any, case: Case) -> float:
     """F: model-parallel ranks share the work equally."""
+    rehearsal = case.rehearsal
     prompts = sum(packed.prompts for packed in rehearsal.micro_batches)
     flops = rows_flops(config, rehearsal.workload, prompts, head=role != "critic")
-    return flops * rehearsal.data_parallel_size / world
+    return flops * rehearsal.data_parallel_size / case.world
 
 
-def _tower_flops(config: Any, rehearsal: Rehearsal, world: int) -> float:
+def _tower_flops(config: Any, case: Case) -> float:
     """The part of F for the images."""
+    rehearsal = case.rehearsal
     patches = rehearsal.workload.image_patches(config)
     prompts = sum(packed.prompts for packed in rehearsal.micro_batches)
     flops = forward_flops(config, [], 0, [patches] * prompts) if patches else 0
-    return flops * rehearsal.data_parallel_size / world
+    return flops * rehearsal.data_parallel_size / case.world
 
 
-def _activations(
-    config: Any, cfg: Any, rehearsal: Rehearsal, world: int, gpus_per_node: int, *, forwards: int, backwards: int
-) -> LinkBytes:
+def _megatron_groups(case: Case) -> megatron.Groups:
+    return megatron.groups(ParallelDims(**case.cfg.parallel), case.world, case.gpus_per_node)
+
+
+def _activations(config: Any, case: Case, *, forwards: int, backwards: int) -> LinkBytes:
     """Megatron's activations and their gradients, of all micro-batches."""
-    dims = ParallelDims(**cfg.parallel)
-    ranks = megatron.groups(dims, world, gpus_per_node)
+    dims, rehearsal = ParallelDims(**case.cfg.parallel), case.rehearsal
     tokens = sum(packed.tokens(rehearsal.workload) for packed in rehearsal.micro_batches)
+    ranks = _megatron_groups(case)
     return megatron.activation_link_bytes(config, dims, ranks, tokens, forwards=forwards, backwards=backwards)
-
-
-def _updates(cfg: Any) -> int:
-    """How often each row is trained on."""
-    return getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))

@@ -177,9 +177,9 @@ def sequence_bytes(config: Any, tokens: int, gpus: int) -> int:
 def workspace_bytes(config: Any, tokens: int, sequences: int, gpus: int) -> int:
     """Bytes that a vLLM engine takes on each GPU beside weights and cache: the larger of
 
-    - the activations of a layer for `tokens` tokens of prompts, 2 bytes times (2 H + max(2 Q + 2 K, 3 I) / gpus) for
-      each: the hidden states and their residual; queries, keys, values and attention's output, or both halves of the
-      gated layer and their product. I counts all experts of a token.
+    - the activations of the widest layer for `tokens` tokens of prompts, 2 bytes times
+      (2 H + max(2 Q + 2 K, 3 I) / gpus) for each: the hidden states and their residual; queries, keys, values and
+      attention's output, or both halves of the gated layer and their product. I counts all experts of a token.
     - the logits of `sequences` tokens, 14 bytes for each token of the vocabulary: in 16 bits, and in float32 as logits,
       probabilities and log-probabilities.
 
@@ -192,20 +192,29 @@ def workspace_bytes(config: Any, tokens: int, sequences: int, gpus: int) -> int:
         gpus: number of GPUs of the engine.
     """
     text = config.get_text_config()
-    heads, hidden = text.num_attention_heads, text.hidden_size
-    size = getattr(text, "head_dim", None) or hidden // heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    layer = max(2 * heads * size + 2 * keys * size, 3 * _inner_size(text))
-    activations = HALF * tokens * (2 * hidden + layer // gpus)
+    widest = max(_layer_numbers(text.per_layer_config[i]) for i in range(text.num_hidden_layers))
+    activations = HALF * tokens * (2 * text.hidden_size + widest // gpus)
     logits = min(sequences, tokens) * text.vocab_size * (HALF + 3 * 4)
     return max(activations, logits)
 
 
-def _inner_size(text: Any) -> int:
-    """Neurons of a layer that a token goes through; the most of any layer."""
-    if getattr(text, "moe_intermediate_size", None) and getattr(text, "num_experts_per_tok", None):
-        return text.num_experts_per_tok * text.moe_intermediate_size
-    sizes = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+def _layer_numbers(layer: Any) -> int:
+    """max(2 Q + 2 K, 3 I): numbers of a token inside of a layer with this configuration."""
+    heads = layer.num_attention_heads
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    keys = getattr(layer, "num_key_value_heads", None) or heads
+    return max(2 * heads * size + 2 * keys * size, 3 * _inner_size(layer))
+
+
+def _inner_size(layer: Any) -> int:
+    """Neurons that a token goes through: of a dense MLP, or of all its experts if these have more."""
+    dense = _largest(getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size)
+    expert = _largest(getattr(layer, "moe_intermediate_size", None) or dense)
+    return max(dense, (getattr(layer, "num_experts_per_tok", None) or 1) * expert)
+
+
+def _largest(sizes: Any) -> int:
+    """The size itself, or the largest of a list: of layers in Gemma 3n, of experts of text and images in ERNIE 4.5."""
     return max(sizes) if isinstance(sizes, list | tuple) else sizes
 
 

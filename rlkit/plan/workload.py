@@ -18,6 +18,21 @@ from rlkit.vlm.loading import has_vision
 TEXT_BESIDE_IMAGE = 64  # text tokens of a prompt with an image, unless --image_tokens is given
 
 
+def samples_to_train(cfg: Any) -> bool:
+    """Whether a step samples the answers that it trains on. Recipes with given answers sample for evaluation only."""
+    return hasattr(cfg, "rollout") and not hasattr(cfg, "max_tokens")
+
+
+def passes(cfg: Any) -> int:
+    """How often a step trains on each row."""
+    return getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
+
+
+def optimizer_steps(cfg: Any) -> int:
+    """How many optimizer steps a step has: one for each mini-batch of each pass."""
+    return passes(cfg) * getattr(cfg, "mini_batches", 1)
+
+
 @dataclass(frozen=True)
 class Workload:
     """Rows of one rank in one step, all of the maximum length.

@@ -150,6 +150,13 @@ def layer_types(config: Any) -> list[str]:
     return list(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
+def kinds_of_layers(config: Any) -> list[str]:
+    """`layer_types`, also of a family that has one kind only and does not list it."""
+    text = config.get_text_config()
+    only = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
+    return layer_types(config) or [only] * text.num_hidden_layers
+
+
 def attention_layer_count(config: Any) -> int:
     """How many decoder layers have attention without an indexer.
 

@@ -153,7 +153,7 @@ def test_the_gated_delta_rule_equals_what_torch_counts_in_linear_layers(kind):
     [
         ("deepseek_v3", {}, "multi-head latent attention"), ("lfm2", {"layer_types": ["conv"] * 3}, "layers of conv"),
         ("gemma3n_text", {"num_kv_shared_layers": 0}, "embeddings of each layer"),
-        ("glm4_moe", {}, "shared experts"),
+        ("glm4_moe", {}, "shared experts"), ("gemma4_unified_text", {}, "layers of several sizes"),
     ],
 )  # fmt: skip
 def test_families_with_other_layers_are_named(kind, options, why):

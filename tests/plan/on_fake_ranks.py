@@ -29,7 +29,7 @@ from rlkit.plan.fit import make_plan
 from rlkit.plan.hardware import gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles, local
-from rlkit.plan.roofline import training
+from rlkit.plan.roofline import Case, training
 from rlkit.plan.workload import largest_micro_batches, longest_batch
 from rlkit.runs.models import trained_part
 from rlkit.vlm import load_model
@@ -45,6 +45,7 @@ CASES = {  # ranks, options
     "nf4": (2, ["--lora_rank", "4", "--quantize_base"]),
     "fused": (2, ["--use_fused_kernels", "--dtype", "bfloat16"]),
     "offloaded": (2, ["--offload_between_phases", "--updates_per_batch", "2"]),
+    "offloaded_lora": (2, ["--offload_between_phases", "--updates_per_batch", "2", "--lora_rank", "4"]),
 }
 WITH_REFERENCE = ("one_rank", "lora")
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--prompts_per_step", "4"]
@@ -84,9 +85,9 @@ def planned(cfg, config, ranks, *, reference):
         plan = make_plan(cfg, roles, ranks, gpu_named("h100-80gb"), None)
     resident, host = plan.rehearsal.resident, plan.rehearsal.host
     two = replace(plan.rehearsal, micro_batches=plan.rehearsal.micro_batches[:2])
-    sent = training("policy", config, cfg, two, ranks, gpus_per_node=8).link.machine
+    sent = training("policy", config, Case(cfg, two, ranks, gpus_per_node=8)).link.machine
     found = {"phases": plan.phases, "resident": resident, "host": host, "sampler": plan.sampler.sequences}
-    return {**found, "sent": sent}
+    return {**found, "sent": sent, "copied_back": plan.rehearsal.copied_back}
 
 
 def taken(path, cfg, ranks):
@@ -112,7 +113,8 @@ def taken(path, cfg, ranks):
         engine.optimizer.register_step_pre_hook(lambda *_: marks.append(time.time_ns()))
         with Sent() as sent:  # in a first step, after which the optimizer has a state
             engine.train_batch(batch, loss, engine.known_outputs)
-        with engine.keep_on_device():
+        to_host = mock.patch.object(offload, "copy_to_host", wraps=offload.copy_to_host)
+        with to_host as copied, engine.keep_on_device():
             engine.train_batch(batch.select([0]), loss, engine.known_outputs)
             marks.append(time.time_ns())
             engine.train_batch(batch, loss, engine.known_outputs)
@@ -123,10 +125,11 @@ def taken(path, cfg, ranks):
                 "optimizer": [x for one in engine.optimizer.state.values() for x in one.values()],
             }
             resident = {kind: storage_bytes(local(tensors)) for kind, tensors in found.items()}
+            copied_back = sum(call.args[0].nbytes() for call in copied.call_args_list)
         host = engine.host_bytes
         dist.destroy_process_group()
     before_forward, before_step = marks[-2:]
-    return {**resident, "host": host, "sent": sent.by_call, "peaks": {
+    return {**resident, "host": host, "copied_back": copied_back, "sent": sent.by_call, "peaks": {
         "forward and backward": allocator_peak(profile, before_forward, before_step),
         "optimizer step": allocator_peak(profile, before_step, time.time_ns()),
     }}  # fmt: skip

@@ -49,6 +49,9 @@ def found(tiny_dir, tmp_path_factory):
     return json.loads(out.read_text())
 
 
+OFFLOADED = ("offloaded", "offloaded_lora")
+
+
 @pytest.mark.parametrize("name", [*(name for name in CASES if name != "ulysses"), "smollm2"])
 def test_planned_bytes_are_what_a_process_takes(found, name):
     """Parameters, gradients and optimizer exactly; peaks are those of torch's allocator, with attention on a CPU."""
@@ -56,9 +59,11 @@ def test_planned_bytes_are_what_a_process_takes(found, name):
     for kind in ("parameters", "gradients", "optimizer"):
         assert planned[kind] == taken[kind] > 0, kind
     assert "gradients" not in found[name]["resident"]  # they are freed before sampling
-    if name == "offloaded":
+    if name in OFFLOADED:
         assert "parameters" not in found[name]["resident"]
         assert found[name]["resident"]["optimizer"] < 1000  # step counters, which AdamW keeps on the host anyway
+        assert found[name]["copied_back"] == pytest.approx(taken["copied_back"], abs=4000)
+        assert (taken["copied_back"] < 0.5 * taken["host"]) == (name == "offloaded_lora")  # frozen weights stay there
         assert found[name]["host"] == taken["host"] == pytest.approx(taken["parameters"] + taken["optimizer"], abs=4000)
     for phase, peak in taken["peaks"].items():
         expected = total(found[name]["phases"], phase) - planned.get("reference", 0)
@@ -84,7 +89,7 @@ def test_phases_take_what_they_should(found):
     ]  # fmt: skip
     assert "reference" not in lora["resident"] and one["resident"]["reference"] == one["resident"]["parameters"]
     assert lora["resident"]["optimizer"] < 0.2 * found["three_ranks"]["resident"]["optimizer"]
-    for phases in (found[name]["phases"] for name in CASES if name != "offloaded"):
+    for phases in (found[name]["phases"] for name in CASES if name not in OFFLOADED):
         for name in ("forward and backward", "optimizer step"):
             assert phases[name]["optimizer"] == phases["generate"]["optimizer"]  # from the second step on
         assert "gradients" not in phases["generate"] and phases["optimizer step"]["gradients"] > 0

@@ -1,5 +1,6 @@
 """FLOPs, bytes and links of each phase of a plan, with numbers worked by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +11,12 @@ from rlkit.engines.megatron.supported import ParallelDims
 from rlkit.plan import megatron
 from rlkit.plan.hardware import gpu_named
 from rlkit.plan.links import Group, LinkBytes, all_gather, all_reduce, all_to_all, group, send
+from rlkit.plan.recipes import load_recipe
 from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles, empty
-from rlkit.plan.report import reservations, time_table
-from rlkit.plan.roofline import Cost, costs, generation, rows_flops, scoring, training
+from rlkit.plan.report import caveats, time_table
+from rlkit.plan.roofline import Case, Cost, costs, generation, rows_flops, scoring, training
 from rlkit.plan.sampler import SamplerMemory, sequence_bytes
-from rlkit.plan.workload import PackedRows, Workload, packed_rows
+from rlkit.plan.workload import PackedRows, Workload, optimizer_steps, packed_rows, passes
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=64, **SIZES)
@@ -54,6 +56,12 @@ def test_groups_have_their_own_links(size, stride, expected):
     assert all_gather(1600, group(size, stride, gpus_per_node=8)) == expected
 
 
+def test_a_full_machine_of_an_uneven_group():
+    """12 ranks on machines of 8: of 1200 bytes the full one lacks 400, of which each of its 8 adapters fetches 50."""
+    received = all_gather(1200, group(12, 1, gpus_per_node=8))
+    assert received.network == pytest.approx(400 / 8) and received.machine == 1200 * 7 / 8
+
+
 def test_stages_on_two_machines_use_the_network():
     assert send(5, group(2, 8, 8)) == LinkBytes(network=5) and send(5, group(2, 4, 8)) == LinkBytes(machine=5)
 
@@ -65,7 +73,8 @@ def test_fsdp_gathers_over_its_shards_alone():
     assert three.micro_batches == [PackedRows((4,))] * 3
 
     def links(function, **parallel):
-        return function("policy", LLAMA, SimpleNamespace(**{**vars(FSDP2), "parallel": parallel}), three, 16, 8).link
+        cfg = SimpleNamespace(**{**vars(FSDP2), "parallel": parallel})
+        return function("policy", LLAMA, Case(cfg, three, world=16, gpus_per_node=8)).link
 
     assert links(scoring, fsdp_size=8) == all_gather(3 * 600 + 200, Group(8, 8)) == LinkBytes(machine=1750)
     gathered, reduced = 3 * (2 * 800 - 200), 3 * 4 * 100
@@ -77,7 +86,46 @@ def test_fsdp_gathers_over_its_shards_alone():
 
 def test_training_reads_weights_and_writes_gradients():
     three = rehearsal({"policy": ModelSize(400, 800, trained=100, owned=10)})
-    assert training("policy", LLAMA, FSDP2, three, 16, 8).memory == 3 * (2 * 800 + 2 * 100) + 28 * 10
+    assert training("policy", LLAMA, Case(FSDP2, three, 16, 8)).memory == 3 * (2 * 800 + 2 * 100) + 28 * 10
+
+
+MEGATRON = SimpleNamespace(**{**vars(FSDP2), "engine": "megatron", "parallel": {}})
+
+
+@pytest.mark.parametrize("cfg", [FSDP2, MEGATRON])
+def test_each_mini_batch_is_an_optimizer_step(cfg):
+    """2 epochs of 3 micro-batches: 4 mini-batches have 4 at least. AdamW and Megatron's updates run 2 to 8 times."""
+    three = rehearsal({"policy": ModelSize(400, 800, trained=100, owned=10)})
+    found = {}
+    for count in (1, 3, 4):
+        options = {**vars(cfg), "ppo_epochs": 2, "mini_batches": count}
+        found[count] = training("policy", LLAMA, Case(SimpleNamespace(**options), three, 16, 8))
+    micro_batch, adamw = 2 * 800 + 2 * 100, 28 * 10
+    assert found[1].memory == 2 * (3 * micro_batch + adamw)
+    assert found[3].memory == 2 * 3 * (micro_batch + adamw)
+    assert found[4].memory == 2 * 4 * (micro_batch + adamw)
+    assert found[1].flops == found[3].flops == found[4].flops > 0
+    if cfg is MEGATRON:
+        update = megatron.update_link_bytes(three.models["policy"], megatron.groups(ParallelDims(), 16, 8))
+        assert found[3].link == 6 * update and found[1].link == 2 * update != LinkBytes()
+    assert optimizer_steps(SimpleNamespace(updates_per_batch=3)) == passes(SimpleNamespace(updates_per_batch=3)) == 3
+
+
+def test_frozen_weights_are_not_copied_back_to_the_host():
+    three = replace(rehearsal({"policy": ModelSize(400, 800)}), host=1000, copied_back=30)
+    phases = costs(FSDP2, Roles(policy=LLAMA), three, SamplerMemory(0, 0, 12, 12), 16, 8)
+    assert phases["train"].host == 1000 + 30
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "grpo_vlm"])
+def test_recipes_with_given_answers_sample_for_evaluation_only(recipe):
+    cfg = load_recipe(f"recipes/{recipe}.py").Config(model="MODEL", max_new_tokens=64)
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1)
+    three = rehearsal(dict.fromkeys(("policy", "reference"), ModelSize(400, 800)))
+    plan = SimpleNamespace(gpu=gpu_named("h100-80gb"), rehearsal=three, sampler=SamplerMemory(0, 0, 8, 8))
+    table, trains_on_samples = time_table(cfg, Roles(config), plan, 8, 8), recipe == "grpo_vlm"
+    for words in ("| generate |", "| weight sync |", "generate counts the weights of all experts"):
+        assert (words in table) == trains_on_samples, words
 
 
 def test_a_stage_of_megatron_reads_its_part_of_the_weights():
@@ -88,7 +136,7 @@ def test_a_stage_of_megatron_reads_its_part_of_the_weights():
     size = megatron.model_size(model, dims, 8)
     assert size.weights == 2 * (layer + 500 * 64 + 64) and size.owned == size.trained / 2
     cfg = SimpleNamespace(**{**vars(FSDP2), "engine": "megatron", "parallel": {"tensor": 2, "pipeline": 2}})
-    cost = scoring("policy", config, cfg, rehearsal({"policy": size}, data_parallel_size=2), 8, 8)
+    cost = scoring("policy", config, Case(cfg, rehearsal({"policy": size}, data_parallel_size=2), 8, 8))
     assert cost.memory == 3 * size.weights
 
 
@@ -164,7 +212,7 @@ def seeing():
 def test_a_frozen_tower_has_no_backward_pass(options, passes):
     rows, config = Workload(10, 5, 8, prompts=3, group_size=1), seeing()
     images = rehearsal({"policy": ModelSize(400, 800)}, rows)
-    flops = training("policy", config, SimpleNamespace(**{**vars(FSDP2), **options}), images, 16, 8).flops
+    flops = training("policy", config, Case(SimpleNamespace(**{**vars(FSDP2), **options}), images, 16, 8)).flops
     text = rows_flops(config, Workload(10, 5, 0, prompts=3, group_size=1), 3)
     assert flops == passes * text + 3 * forward_flops(config, [], image_patches=[32])
 
@@ -190,9 +238,9 @@ def test_windows_and_chunks_are_not_full_attention():
 
     def pairs(config, segments):
         layers = LlamaConfig(hidden_size=64, intermediate_size=64, **SIZES)
-        nothing = forward_flops(layers, segments) - forward_flops(layers, [(1, 0)] * sum(n for n, _ in segments))
+        full_attention = forward_flops(layers, segments) - forward_flops(layers, [(1, 0)] * sum(n for n, _ in segments))
         full = sum(n * b + n * (n + 1) // 2 for n, b in segments) - sum(n for n, _ in segments)
-        assert nothing == 2 * one_pair * full
+        assert full_attention == 2 * one_pair * full
         base = forward_flops(config, [(1, 0)] * sum(n for n, _ in segments))
         return (forward_flops(config, segments) - base) / one_pair + 2 * sum(n for n, _ in segments)
 
@@ -213,10 +261,10 @@ def test_few_sequences_use_a_part_of_the_experts():
     """One of two sequences uses 1 of 4 experts: 1 - (3/4)^2 = 44 %."""
     config = AutoConfig.for_model("qwen3_moe", num_experts=4, num_experts_per_tok=1)
     plan = SimpleNamespace(sampler=SamplerMemory(0, 0, 2, 8))
-    (line,) = reservations(Roles(policy=config), plan)
+    (line,) = caveats(Roles(policy=config), plan)
     assert line.endswith("2 sequences at once use 44% of them if tokens are spread evenly")
-    assert not reservations(Roles(policy=config), SimpleNamespace(sampler=SamplerMemory(0, 0, 64, 64)))
-    assert not reservations(Roles(policy=LLAMA), plan)
+    assert not caveats(Roles(policy=config), SimpleNamespace(sampler=SamplerMemory(0, 0, 64, 64)))
+    assert not caveats(Roles(policy=LLAMA), plan)
 
 
 def test_pcie_of_the_gpu():

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "engines")]
+from family_configs import BASE, TEXT, VISION  # noqa: E402
 from published_configs import qwen_vl  # noqa: E402
 
+from rlkit.engines.flops import flops_obstacle, forward_flops  # noqa: E402
 from rlkit.plan.__main__ import server_advice  # noqa: E402
 from rlkit.plan.fit import GIB, Plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import gpu_named  # noqa: E402
@@ -84,6 +86,32 @@ def test_vllm_takes_memory_for_a_batch_of_prompts_and_for_logits(config):
     assert h100.workspace == logits > 2 * 8192 * (2 * 5120 + 3 * 27648) and a100.workspace == logits / 4
     experts = AutoConfig.for_model("qwen3_moe")
     assert workspace_bytes(experts, 100, 1, 1) == 2 * 100 * (2 * 2048 + max(2 * (32 + 4) * 64, 3 * 8 * 768))
+
+
+def family_config(family):
+    options = dict(VISION[family][0] if family in VISION else {**BASE, **TEXT[family]})
+    kind = {"qwen2_sliding": "qwen2"}.get(family) or options.pop("model_type", family)
+    return AutoConfig.for_model(kind, **options)
+
+
+@pytest.mark.parametrize("family", [*TEXT, *VISION])
+def test_every_family_has_a_workspace_and_flops_or_a_reason(family):
+    """And layers that hold as much for a token as its own MLP, at least."""
+    config = family_config(family)
+    inner = config.get_text_config().intermediate_size
+    inner = max(inner) if isinstance(inner, list) else inner
+    assert workspace_bytes(config, 1000, 1, 1) >= 2 * 1000 * (2 * 32 + 3 * inner)
+    assert flops_obstacle(config) or forward_flops(config, [(5, 0)], 1) > 0
+
+
+def test_the_widest_layer_and_the_largest_experts_count():
+    """4 heads and 2 key-value heads of 8 in some layers and of 16 in others; 2 experts of a token with 40 or 8 each."""
+    attention = 2 * (4 + 2) * 16
+    assert workspace_bytes(family_config("gemma4_unified"), 100, 1, 1) == 2 * 100 * (2 * 32 + max(attention, 3 * 48))
+    ernie = family_config("ernie4_5_vl_moe")
+    ernie.get_text_config().moe_intermediate_size = [40, 8]
+    assert workspace_bytes(ernie, 100, 1, 1) == 2 * 100 * (2 * 32 + 3 * 2 * 40)
+    assert workspace_bytes(family_config("mixtral"), 100, 1, 1) == 2 * 100 * (2 * 32 + 3 * 2 * 48)
 
 
 def test_fp8_halves_all_but_embeddings_and_output_layer(config):
@@ -195,12 +223,15 @@ def plan_on_servers(config, gpu, count):
 def test_servers_that_do_not_fit_are_refused_with_the_way_to_fit(config):
     a100 = gpu_named("a100-40gb")
     alone, halves = (plan_on_servers(config, a100, Servers(8, gpus)) for gpus in (1, 2))
-    assert not alone.fits and verdict(alone).startswith("does not fit: servers 62.8 GiB of 36.6 GiB")
+    assert not alone.fits and verdict(options(), alone).startswith("does not fit: servers 62.8 GiB of 36.6 GiB")
     assert server_advice(Servers(8, 1), config, alone) == "servers fit with --server_tensor_parallel 2"
     assert halves.fits and halves.peak == GIB  # of a GPU that trains
-    assert server_advice(Servers(1, 1), config, alone) == "servers do not fit on 1 GPU"
+    assert server_advice(Servers(1, 1), config, alone) == (
+        "servers do not fit on 1 GPU; raise --server_gpus and --server_tensor_parallel"
+    )
     tight = plan_on_servers(config, gpu_named("h100-80gb", 68.5), Servers(8, 1))
-    assert verdict(tight).endswith("no room for one sequence; raise --server_tensor_parallel") and not tight.fits
+    assert verdict(options(), tight).endswith("no room for one sequence; raise --server_tensor_parallel")
+    assert not tight.fits
 
 
 def test_generation_and_training_overlap_if_answers_are_sampled_ahead(config):
