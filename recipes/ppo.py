@@ -184,7 +184,6 @@ def mini_batches(batch, cfg: Config, step: int, engine):
         for part in runs.mini_batches(batch, prompts, cfg.mini_batches, engine):
             # a part is empty if all of its rows were skipped or unjudged
             if engine.global_sum(part.mask.sum()) > 0:
-                part.add(lm_weights=imitation_weights(part, engine))
                 yield part
 
 
@@ -196,10 +195,11 @@ def update(batch, cfg: Config, step: int, engine, critic):
     kept = ("loss", "grad_norm", "lr", "skipped_steps")
     metrics = {f"critic/{name}": x for name, x in means.items() if name in kept}
     if step >= cfg.critic_warmup:
+        loss_fn, updates = partial(policy_loss, cfg=cfg), []
         with runs.keep_on_device(engine):
-            loss_fn, parts = partial(policy_loss, cfg=cfg), mini_batches(batch, cfg, step, engine)
-            outputs = ("logprobs", "entropy")
-            updates = [engine.train_batch(part, loss_fn, outputs=outputs) for part in parts]
+            for part in mini_batches(batch, cfg, step, engine):
+                part.add(lm_weights=imitation_weights(part, engine))
+                updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
         metrics |= runs.mean_metrics(updates)
     return metrics
 

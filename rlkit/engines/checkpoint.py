@@ -299,7 +299,7 @@ class _OneTensorReader(dcp.FileSystemReader):
 
 
 def leave_out_unsaved_moments(optimizer: Mapping[str, Any], saved: Collection[str]) -> None:
-    """Remove the parameters of which a checkpoint has no moments from the state of an optimizer.
+    """Remove parameters without saved moments from the state of an optimizer.
 
     Until it was saved, no loss depended on them: for example a vision tower, if no row had an image. The state of a new
     optimizer has moments of all parameters.

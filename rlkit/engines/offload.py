@@ -22,8 +22,8 @@ class Offloaded:
     blocks of `BLOCK_BYTES`: an allocation for each tensor would take up to twice the memory. All copies are queued
     before the first one is waited for.
 
-    A tensor must not be used between `unload` and `load`. Unchanged contents need no second copy: theirs is still on
-    the host.
+    A tensor must not be used between `unload` and `load`. Unchanged contents need no second copy: the earlier one is
+    still on the host.
 
     Attributes:
         host_bytes: size of the copies.

@@ -35,7 +35,7 @@ def group(size: int, stride: int, gpus_per_node: int) -> Group:
     """The group of `size` ranks r, r + stride, r + 2 stride, ...; `gpus_per_node` consecutive ranks are a machine.
 
     If its last machine has fewer of them than the others, e.g. 4 of 12 ranks on machines of 8, the bytes are those of a
-    rank on a full machine. Ranks of the last one receive more over the network, so the plan is too short.
+    rank on a full machine. Ranks of the last one receive more over the network, so the plan underestimates.
     """
     return Group(size, min(size, max(1, gpus_per_node // stride)))
 

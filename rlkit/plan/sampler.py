@@ -166,10 +166,11 @@ def weight_bytes(config: Any, parameters: int, quantization: str | None) -> int:
 def sequence_bytes(config: Any, tokens: int, gpus: int) -> int:
     """Bytes of vLLM's cache for a sequence on each GPU of an engine.
 
-    Each GPU has a part of the key-value heads, at least one. The latent vectors of latent attention are on all GPUs.
+    Each GPU has a part of the key-value heads, at least one; if layers differ, all are counted like the one with the
+    fewest. The latent vectors of latent attention are on all GPUs.
     """
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = min(_key_value_heads(text.per_layer_config[i]) for i in range(text.num_hidden_layers))
     parts = 1 if getattr(text, "kv_lora_rank", None) else min(gpus, heads)
     return -(-cache_bytes(config, tokens) // parts)
 
@@ -202,8 +203,11 @@ def _layer_numbers(layer: Any) -> int:
     """max(2 Q + 2 K, 3 I): numbers of a token inside of a layer with this configuration."""
     heads = layer.num_attention_heads
     size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    keys = getattr(layer, "num_key_value_heads", None) or heads
-    return max(2 * heads * size + 2 * keys * size, 3 * _inner_size(layer))
+    return max(2 * (heads + _key_value_heads(layer)) * size, 3 * _inner_size(layer))
+
+
+def _key_value_heads(layer: Any) -> int:
+    return getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
 
 
 def _inner_size(layer: Any) -> int:

@@ -11,6 +11,7 @@ import torch
 from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import Batch, Sample, append_response, collate, prompt_sample
 from rlkit.engines.packing.micro_batches import micro_batches
+from rlkit.runs.options import GivenAnswerOptions
 from rlkit.runs.vllm_options import longest_answer
 from rlkit.vlm.families import PATCH_ROW_FAMILIES, numbers_per_patch
 from rlkit.vlm.loading import has_vision
@@ -20,7 +21,7 @@ TEXT_BESIDE_IMAGE = 64  # text tokens of a prompt with an image, unless --image_
 
 def samples_to_train(cfg: Any) -> bool:
     """Whether a step samples the answers that it trains on. Recipes with given answers sample for evaluation only."""
-    return hasattr(cfg, "rollout") and not hasattr(cfg, "max_tokens")
+    return hasattr(cfg, "rollout") and not isinstance(cfg, GivenAnswerOptions)
 
 
 def passes(cfg: Any) -> int:

@@ -265,8 +265,8 @@ function showAnswers() {
   for (const [id, name] of Object.entries(CONTROLS)) byId(id).value = choice[name];
   const found = matching().sort(ORDERS[choice.order]);
   const shown = answers.prompts.length;
-  const thinned = shown < answers.kept ? ` This page has ${shown} of ${answers.kept}; samples.jsonl has all.` : "";
-  byId("answer-count").textContent = shown ? `${found.length} of ${shown} kept prompts.${thinned}` : "No answers were kept.";
+  const thinned = shown < answers.kept ? ` samples.jsonl has ${answers.kept}.` : "";
+  byId("answer-count").textContent = shown ? `${found.length} of the ${shown} prompts on this page.${thinned}` : "No answers were kept.";
   byId("answer-list").replaceChildren(...found.slice(0, shownPrompts).map(promptCard));
   byId("more-answers").hidden = found.length <= shownPrompts;
 }

@@ -119,9 +119,14 @@ def _check_video_normalization(requests: Sequence[Sample], processor: Any) -> No
             )
 
 
-def check_videos(requests: Sequence[Sample], processor: Any) -> None:
-    """Raise a ValueError for videos that vLLM refuses, or of which it would compute other inputs than the trainer."""
-    _check_video_normalization(requests, processor)
+def check_videos(requests: Sequence[Sample], processor: Any, *, in_tower: bool = True) -> None:
+    """Raise a ValueError for videos that vLLM refuses, or of which it would compute other inputs than the trainer.
+
+    Args:
+        in_tower: whether vLLM normalizes pixels in the vision tower.
+    """
+    if in_tower:
+        _check_video_normalization(requests, processor)
     name = type(processor).__name__
     if name not in GLM_PROCESSORS:
         return

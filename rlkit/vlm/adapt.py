@@ -140,7 +140,8 @@ def disable_dropout(model: nn.Module) -> list[str]:
 
     A policy with dropout is another one in training than in sampling: its ratio and KL are noise. `nn.Dropout` modules
     and the attributes from which transformers' layers read a probability (`attention_dropout`, `drop_prob`,
-    `layerdrop`) are changed. The model's configuration, and so an export, keeps its values.
+    `layerdrop`) are changed. The model's configuration, and so an export, keeps its values; Falcon, BLT and GPT-Neo,
+    which read it in each forward, keep their dropout (0 in published files).
 
     Returns:
         The names of the probabilities that were not 0.

@@ -296,9 +296,9 @@ def encode_kimi_videos(
     """Kimi K2.5: a hook before the forward, which replaces pixels by features if there are videos.
 
     The vision tower merges the frames of a chunk of a video into their mean. transformers 5.19 fails for chunks of
-    different numbers of frames, and then splits the features as if there were those of all frames. Here the tower does
-    not merge them (its last index is of one patch), but its method `temporal_patch_merger`. The forward takes features
-    instead of pixels, but then of images as well.
+    different numbers of frames, and then splits the features as if there were those of all frames. Here a dummy index
+    skips the tower's own merge, and `temporal_patch_merger` merges. The forward takes features instead of pixels, but
+    then those of images, too.
 
     Args:
         model: the part with the vision tower and the projector.

@@ -137,7 +137,7 @@ def test_a_part_of_the_run_is_zoomed_into_and_stays_so_over_a_reload(page, repor
 def test_answers_are_found_by_step_reward_and_prompt(page, report):
     open_page(page, report)
     count = page.locator("#answer-count")
-    assert count.inner_text() == "81 of 81 kept prompts."
+    assert count.inner_text() == "81 of the 81 prompts on this page."
     page.select_option("#answer-kind", "held-out")
     assert count.inner_text().startswith("1 of 81") and "held?" in page.locator(".prompt").inner_text()
     page.get_by_role("button", name="show all").click()
@@ -175,7 +175,7 @@ def test_the_places_of_one_prompt(page, tmp_path):
         run.log(step, {"reward/mean": 0.5})
     open_page(page, write_report(tmp_path))
     page.get_by_role("button", name="this prompt in all 3 places").first.click()
-    assert page.locator("#answer-count").inner_text() == "3 of 6 kept prompts."
+    assert page.locator("#answer-count").inner_text() == "3 of the 6 prompts on this page."
 
 
 def test_audios_can_be_played(page, tmp_path):
@@ -277,4 +277,4 @@ def test_runs_beside_each_other(page, tmp_path):
     rows = page.locator("#option-list tr").all_inner_texts()
     assert [row.split()[0] for row in rows] == ["option", "lr"]
     page.select_option("#answer-run", "1")
-    assert page.locator("#answer-count").inner_text() == "80 of 80 kept prompts."
+    assert page.locator("#answer-count").inner_text() == "80 of the 80 prompts on this page."

@@ -461,10 +461,12 @@ def test_an_output_layer_beside_tied_embeddings_and_tensors_without_a_place(tmp_
         make_engine("megatron", model=load_model(str(tmp_path), on_meta=True))
 
 
-def test_experts_that_are_one_tensor_in_the_files_are_read_one_by_one(tmp_path, alone, monkeypatch):
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_experts_that_are_one_tensor_in_the_files_are_read_one_by_one(tmp_path, alone, monkeypatch, prefix):
     ranks.make_model("moe").save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
-    save_file(files_to_module(expected), tmp_path / "model.safetensors")
+    stored = {name.replace("model.", prefix, 1): x for name, x in files_to_module(expected).items()}
+    save_file(stored, tmp_path / "model.safetensors")
     read = []
 
     @dataclass

@@ -88,10 +88,10 @@ def test_vllm_takes_memory_for_a_batch_of_prompts_and_for_logits(config):
     assert workspace_bytes(experts, 100, 1, 1) == 2 * 100 * (2 * 2048 + max(2 * (32 + 4) * 64, 3 * 8 * 768))
 
 
-def family_config(family):
+def family_config(family, **more):
     options = dict(VISION[family][0] if family in VISION else {**BASE, **TEXT[family]})
     kind = {"qwen2_sliding": "qwen2"}.get(family) or options.pop("model_type", family)
-    return AutoConfig.for_model(kind, **options)
+    return AutoConfig.for_model(kind, **options, **more)
 
 
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
@@ -111,6 +111,8 @@ def test_the_widest_layer_and_the_largest_experts_count():
     ernie = family_config("ernie4_5_vl_moe")
     ernie.get_text_config().moe_intermediate_size = [40, 8]
     assert workspace_bytes(ernie, 100, 1, 1) == 2 * 100 * (2 * 32 + 3 * 2 * 40)
+    shared = family_config("gemma4_text", attention_k_eq_v=True, num_global_key_value_heads=1)
+    assert sequence_bytes(shared, 8, 2) == sequence_bytes(shared, 8, 1) > 0  # one head cannot be divided
     assert workspace_bytes(family_config("mixtral"), 100, 1, 1) == 2 * 100 * (2 * 32 + 3 * 2 * 48)
 
 

@@ -151,7 +151,7 @@ def test_mini_batches_are_made_when_they_are_needed():
             self.seen, self.global_sum = [], lambda x: x
 
         def train_batch(self, part, loss_fn, outputs=()):
-            self.seen.append((part.tokens[0, -1].item(), part.lm_weights.item()))
+            self.seen.append(part.tokens[0, -1].item())
             return {"loss": torch.zeros(())}
 
     engine, critic = Engine(), Engine()

@@ -445,7 +445,7 @@ def test_images_and_videos_of_kimi_k25_are_chunks_in_vllm():
         assert [len(x["video_chunk"]) if x["type"] == "video_chunk" else x["type"] for x in chunks] == expected
         ids = sent["prompt_token_ids"]
         assert ids.count(image) == len(chunks) and video not in ids
-        shorter = [image if token == video else token for token, run in groupby(request.token_ids) for _ in [*run]]
+        shorter = [image if token == video else token for token in request.token_ids]
         assert as_trainer_tokens(shorter, processor, request.token_ids) == request.token_ids
         in_runs = [token for token, run in groupby(shorter) for _ in ([0] if token == image else [*run])]
         assert in_runs == ids

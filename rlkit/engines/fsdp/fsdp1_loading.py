@@ -117,6 +117,8 @@ def _fill(piece: Tensor, rows: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -
     if not isinstance(rows, DTensor):
         piece.copy_(rows.reshape(-1)[pieces[rank] : pieces[rank + 1]])
         return
+    if not rows.numel():
+        return
     size = -(-len(rows) // mesh.size()) * (rows.numel() // len(rows))
     held = [min(i * size, rows.numel()) for i in range(mesh.size() + 1)]  # the same for each rank's rows
     local = local_part(rows).flatten()

@@ -590,7 +590,7 @@ class Fsdp2Engine:
         """A context for several calls. With `offload_between_phases` they copy weights and optimizer state only once.
 
         Weights come to the device with the first call, the optimizer state with the first optimizer step. Both go back
-        to the host at the end.
+        to the host at the end, with what the caller has written to them; what it has written to frozen weights is lost.
         """
         with self._offloaded_weights.kept(), self._offloaded_state.kept():
             try:

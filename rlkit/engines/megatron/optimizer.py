@@ -240,7 +240,7 @@ def load_tensors(
     """Set trained weights, moments and steps from a checkpoint.
 
     The tensors of one parameter are read at a time: a rank never holds the model, nor its optimizer state. Moments and
-    steps that the checkpoint does not have, as it was saved before the first update, for example, are 0.
+    steps that the checkpoint does not have, for example because it was saved before the first update, are 0.
 
     Args:
         reader: of the checkpoint, whose shapes are `expected_shapes`.

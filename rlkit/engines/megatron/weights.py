@@ -329,7 +329,7 @@ def _with_names_of_model(model: Any, slices: Mapping[str, Any], names: Mapping[s
 
     mapping: list[Any] = get_model_conversion_mapping(model)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    found, wanted = {}, dict(names)
+    found, wanted = {}, {**model.state_dict(), **names}  # with experts in one tensor, and separate
     for old_name, x in slices.items():
         name, _ = rename_source_key(old_name, renamings, [], model.base_model_prefix, wanted)
         found[old_name if name not in names and old_name in names else name] = x
