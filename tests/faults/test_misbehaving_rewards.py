@@ -27,13 +27,13 @@ ROW = {"question": "?", "answer": "7", "where": "row 3"}
 
 @pytest.fixture(scope="module")
 def reward():
-    reward = isolated(misbehaving_rewards.on_ill_text, seconds=0.4, memory=128 << 20)
+    reward = isolated(misbehaving_rewards.on_ill_text, seconds=1.0, memory=128 << 20)
     yield reward
     assert len(reward.pool.idle) <= len(os.sched_getaffinity(0))
 
 
 NOT_JUDGED = {
-    "loop": "TimeoutError: .*within 0.4 s, got none",
+    "loop": "TimeoutError: .*within 1 s, got none",
     "sleep": "TimeoutError",
     "exit": "got the end of its process, code 7",
     "sys.exit": "SystemExit: by mistake",
