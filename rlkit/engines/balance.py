@@ -78,7 +78,7 @@ def rebalance_across_ranks(batch: Batch, group: dist.ProcessGroup | None = None)
         parts = [part.add(micro_batch_group=part.micro_batch_group * ranks + rank) for part in parts]
     sent = [_serialise(part) if to != rank and len(part) else b"" for to, part in enumerate(parts)]
     received = [_deserialise(piece) for piece in _all_to_all(sent, group) if piece]
-    return _concatenate([part for part in [parts[rank], *received] if len(part)] or parts[:1])
+    return _concatenate([part for part in [parts[rank], *received] if len(part)] or [parts[rank]])
 
 
 def _units(batch: Batch) -> list[list[int]]:

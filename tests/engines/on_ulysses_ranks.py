@@ -64,6 +64,7 @@ CASES = {
         "qwen3_next", config=test_families.TEXT["qwen3_next"], options={**CHECKPOINTED, "micro_batch_tokens": 40}
     ),
     "qwen2_5_vl": Case("qwen2_5_vl", options={"micro_batch_tokens": 110}),
+    "qwen2_5_vl_no_rows": Case("qwen2_5_vl", options={"micro_batch_tokens": 110}, rows_on_first_group=True),
     "qwen2_5_vl_videos": Case("qwen2_5_vl", rows={"videos": (1,)}),  # one of two ranks has the video
     "qwen2_5_vl_lora": Case("qwen2_5_vl", options=CHECKPOINTED, lora=True),
     "qwen3_vl": Case("qwen3_vl", options={**CHECKPOINTED, "micro_batch_tokens": 110}),
@@ -73,11 +74,11 @@ TENSOR = {"tensor": 2}
 SHARED, HALVES = {"ulysses_sequence_parallel_size": 2}, {"fsdp_size": 2}
 SPLITS = {  # ranks, the engine's options, cases
     "1 process": (1, {}, list(CASES)),
-    "Ulysses 2": (2, SHARED, [name for name in CASES if name not in ("qwen2_no_rows", "qwen3")]),
+    "Ulysses 2": (2, SHARED, [name for name in CASES if "no_rows" not in name and name != "qwen3"]),
     "TP 2": (2, TENSOR, ["qwen2_values", "qwen3", "qwen2_5_vl"]),
     "DP 2 x TP 2": (4, TENSOR, ["qwen2_values", "qwen2_no_rows", "qwen3", "qwen2_5_vl"]),
     "DP 2": (2, {}, ["qwen2_no_rows", "qwen2_5_vl_videos"]),
-    "DP 2 x Ulysses 2": (4, SHARED, ["qwen2", "qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
+    "DP 2 x Ulysses 2": (4, SHARED, ["qwen2", "qwen2_values", "qwen2_no_rows", "qwen2_5_vl", "qwen2_5_vl_no_rows"]),
     "Ulysses 4": (4, {"ulysses_sequence_parallel_size": 4}, ["qwen3_moe"]),
     "2 replicas x 2 shards": (4, HALVES, ["qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "2 replicas x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
@@ -87,7 +88,7 @@ NOT_SHARED = {*test_families.REFUSED, *VISION_EXPERT_FAMILIES}
 FAMILIES = [name for name in [*test_families.TEXT, *test_families.VISION] if name not in NOT_SHARED]
 # all cases: one for each layout and model, each family on two ranks, and the errors
 NAMES = [f"{split}/{name}" for split, (*_, names) in SPLITS.items() for name in names]
-NAMES += [*(f"family/{family}" for family in FAMILIES), "errors"]
+NAMES += [*(f"family/{family}" for family in FAMILIES), "errors", "rows_of_the_last_rank"]
 
 
 def compared():
@@ -284,8 +285,16 @@ def errors(out):
     return messages
 
 
+def rows_of_the_last_rank():
+    """This rank's tokens after rebalancing; before, the last rank has two groups and the others none."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    groups = [prompt_sample([group] * length, group_id=group) for group, length in ((1, 5), (2, 3))] if is_last else []
+    return rebalance_across_ranks(collate([row for row in groups for _ in range(2)])).tokens.tolist()
+
+
 def ranks_of(name):
-    return SPLITS[name.partition("/")[0]][0] if name.partition("/")[0] in SPLITS else 2
+    layout = name.partition("/")[0]
+    return SPLITS[layout][0] if layout in SPLITS else 4 if name == "rows_of_the_last_rank" else 2
 
 
 def run_case(name, out, processor):
@@ -293,7 +302,10 @@ def run_case(name, out, processor):
     if split in SPLITS:
         (out / split).mkdir(exist_ok=True)
         return run(case, split, out / split, processor)
-    result = run_family(case, dist.get_world_size()) if split == "family" else errors(out)
+    if name == "rows_of_the_last_rank":
+        result = rows_of_the_last_rank()
+    else:
+        result = run_family(case, dist.get_world_size()) if split == "family" else errors(out)
     (out / f"{case or name}.{dist.get_rank()}.json").write_text(json.dumps(result))
 
 

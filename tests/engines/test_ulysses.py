@@ -77,6 +77,13 @@ def test_ranks_of_a_model_parallel_group_keep_the_same_rows_when_rebalanced(resu
     assert sum(scores.values()) == pytest.approx(score, abs=1e-3)
 
 
+def test_rebalanced_rows_are_on_one_rank_each(results):
+    """The last of four ranks had two groups, and sends one away. A rank that receives nothing has no rows."""
+    found = of_each_rank(results, "rows_of_the_last_rank", 4)
+    assert sorted(row for rows in found for row in rows) == [[1] * 5, [1] * 5, [2] * 3, [2] * 3]
+    assert max(map(len, found)) == 2
+
+
 def test_references_have_gradients_and_change(results):
     for name, case in CASES.items():
         alone = result(results, "1 process", name)
@@ -102,16 +109,15 @@ def test_a_checkpoint_resumes_on_one_rank_that_shares_no_rows(results, split, na
         assert train(engine, batch, loss_fn, POLICY) == pytest.approx(expected, abs=1e-5)
 
 
-def on_two_ranks(results, name):
-    """The results of each of two ranks."""
+def of_each_rank(results, name, ranks=2):
     require(results, name)
-    return [json.loads((results / f"{name.split('/')[-1]}.{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((results / f"{name.split('/')[-1]}.{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_one_sequence_at_a_time(results, family):
     atol = 4e-4 if family == "gemma3n" else 2e-5  # its vision tower has 80 blocks
-    for errors in on_two_ranks(results, f"family/{family}"):
+    for errors in of_each_rank(results, f"family/{family}"):
         assert len(errors) > 20 and all(error < atol for error in errors)
 
 
@@ -139,7 +145,7 @@ def test_what_cannot_be_shared_is_an_error_on_every_rank(results):
             "rows[engine.data_parallel_rank :: engine.data_parallel_size]",
         ),
     }
-    for messages in on_two_ranks(results, "errors"):
+    for messages in of_each_rank(results, "errors"):
         assert {name: messages.get(name) for name in expected} == expected
 
 
@@ -158,7 +164,7 @@ def test_a_checkpoint_that_does_not_fit_is_named_on_every_rank(results):
         "no_metadata": r"OUT/no_metadata: expected the checksum \w+ of .metadata, got \w+: a damaged file",
         "none": "OUT/none: expected manifest.json, got none",
     }
-    for messages in on_two_ranks(results, "errors"):
+    for messages in of_each_rank(results, "errors"):
         for name, pattern in expected.items():
             assert re.match("checkpoint " + pattern, messages.get(name, "no error")), name
 
