@@ -15,7 +15,6 @@ from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, Sample, append_obser
 from rlkit.vlm.families import (
     IMAGE_DIMENSION_FAMILIES,
     PATCH_ROW_FAMILIES,
-    VISION_EXPERT_FAMILIES,
     audio_mask_name,
     audio_tokens,
     numbers_per_patch,
@@ -28,15 +27,16 @@ from rlkit.vlm.rope3d import rope3d_spec
 def dummy_sample(config: Any, *, image: bool, video: bool = False, audio: bool = False) -> Sample:
     """The shortest sequence, with one blank image, one blank video and one blank audio if they are asked for.
 
+    It ends with a text token: packed rows are filled up with their last token, and families with experts for text use
+    these, too.
+
     Raises:
         ValueError: a family for which no dummy image is known.
     """
-    if not image and not video and not audio:
-        return prompt_sample([_text_token(config)])
-    if not image and not video:
-        return _dummy_audio(config)
-    sample = _dummy_images(config, image=image, video=video)
-    return append_observation(sample, _dummy_audio(config)) if audio else sample
+    sample = _dummy_images(config, image=image, video=video) if image or video else prompt_sample([])
+    if audio:
+        sample = append_observation(sample, _dummy_audio(config))
+    return append_observation(sample, prompt_sample([_text_token(config)]))
 
 
 def _text_token(config: Any) -> int:
@@ -48,9 +48,7 @@ def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
     if config.model_type in PATCH_ROW_FAMILIES:
         kinds = ["image"] * image + ["video"] * video
         tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
-        has_experts = config.model_type in VISION_EXPERT_FAMILIES
-        text = [_text_token(config)] * has_experts  # so that all experts have a gradient
-        return prompt_sample([*text, *(getattr(config, f"{kind}_token_id") for kind in kinds)], vision=tensors)
+        return prompt_sample([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
     if tensors := _smallest_image(config):
         ids = [config.image_token_id] * image * (2 if config.model_type == "mistral3" else 1)
         vision = dict(tensors) if image else {}
