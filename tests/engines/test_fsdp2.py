@@ -401,7 +401,8 @@ def test_nan_step_is_skipped_and_never_saved(tiny_dir, processor):
     assert all(tensor.isfinite().all() for _, tensor in engine.get_per_tensor_param())
 
 
-def test_a_batch_without_rows_changes_nothing(tiny_dir, processor):
+@pytest.mark.parametrize("rows", [[], [0, 1]])
+def test_a_batch_without_trained_tokens_changes_nothing(tiny_dir, processor, rows):
     """No answer of a step could be judged. Moments and weight decay would change the weights otherwise."""
     engine = engine_for(tiny_dir)
 
@@ -411,10 +412,28 @@ def test_a_batch_without_rows_changes_nothing(tiny_dir, processor):
 
     engine.train_batch(make_batch(processor), loss_fn, ("logprobs", "entropy"))
     before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-    metrics = engine.train_batch(make_batch(processor, rows=[]), loss_fn, ("logprobs", "entropy"))
+    batch = make_batch(processor, rows=rows)
+    batch.mask.zero_()
+    metrics = engine.train_batch(batch, loss_fn, ("logprobs", "entropy"))
     assert metrics["loss"] == metrics["logprob"] == metrics["grad_norm"] == metrics["skipped_steps"] == 0
     for name, tensor in engine.get_per_tensor_param():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_a_token_that_pads_is_trained_where_it_is_text():
+    """As in many models, whose answers end with the token that pads: nn.Embedding drops the gradient of that row."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=40, hidden_size=32, num_hidden_layers=1, pad_token_id=9, **heads)
+    chats = [append_response(prompt_sample([5, 9, 7]), answer, [0.0] * len(answer)) for answer in ([8, 9], [8, 6, 9])]
+    gradients = []
+    for packed in (True, False):
+        torch.manual_seed(0)
+        engine = engine_for(None, model=Qwen2ForCausalLM(config), use_remove_padding=packed)
+        batch = collate(chats, pad_token_id=9, advantages=torch.tensor([1.0, -0.5]))
+        engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+        gradients.append(engine.module.get_input_embeddings().weight.grad)
+    assert gradients[0][9].any()
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
 def test_gathered_module_has_full_weights_and_is_sharded_again(tiny_dir, processor):

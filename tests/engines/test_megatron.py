@@ -250,13 +250,16 @@ def test_a_wrong_model_or_call_is_named(alone):
         initialize_parallel_state(ParallelDims(tensor=2), torch.device("cpu"))
 
 
-def test_a_batch_without_rows_changes_nothing(alone):
+@pytest.mark.parametrize("rows", [[], [0, 1]])
+def test_a_batch_without_trained_tokens_changes_nothing(alone, rows):
     """Moments and weight decay would change the weights otherwise."""
     optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
     engine = make_engine("megatron", model=ranks.make_model("qwen2"), optimizer=optimizer)
     engine.train_batch(ranks.make_batch([0, 1]), POLICY[0], OUTPUTS[POLICY])
     before = {name: x.clone() for name, x in engine.get_per_tensor_param()}
-    metrics = engine.train_batch(ranks.make_batch([]), POLICY[0], OUTPUTS[POLICY])
+    batch = ranks.make_batch(rows)
+    batch.mask.zero_()
+    metrics = engine.train_batch(batch, POLICY[0], OUTPUTS[POLICY])
     assert metrics["loss"] == metrics["grad_norm"] == metrics["skipped_steps"] == 0
     assert all(torch.equal(x, before[name]) for name, x in engine.get_per_tensor_param())
 

@@ -205,13 +205,13 @@ class Fsdp2Engine:
 
         Returns:
             The metrics, and `loss`, `grad_norm` (before clipping), `lr`, and `skipped_steps`: 1 if the gradient was not
-            finite, in which case neither weights nor optimizer changed. If no rank has rows, they do not change either,
-            and the metrics are 0.
+            finite, in which case neither weights nor optimizer changed. If no rank has a token in its mask, they do not
+            change either.
         """
         if self.optimizer is None:
             raise ValueError("optimizer: expected one for train_batch, got None")
-        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum(), torch.tensor(len(batch))])
-        batch.total_tokens, batch.total_sequences, rows_of_all_ranks = self.global_sum(counts).unbind()
+        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
+        batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = []
@@ -227,7 +227,7 @@ class Fsdp2Engine:
         grad_norm = self._clip().item()
         lr = self.optimizer.param_groups[0]["lr"]
         is_finite = grad_norm < float("inf")
-        if is_finite and rows_of_all_ranks:
+        if is_finite and batch.total_tokens:
             with self._offloaded_state.on_device():
                 self._mark_changed()
                 self.optimizer.step()
@@ -646,8 +646,7 @@ class Fsdp2Engine:
 
     def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
         """Set up the model before it is sharded: attention, router replay, kernels, checkpointing, compilation."""
-        if self.use_remove_padding:  # the padding token, which gets no gradient, may also end answers
-            self.base.get_input_embeddings().padding_idx = None
+        self.base.get_input_embeddings().padding_idx = None  # gradients: a token that pads may also be text
         use_packed_attention(self.base, packed=self.use_remove_padding)
         compute_as_published(self.base)
         if self.device.type == "cuda":

@@ -263,8 +263,8 @@ class MegatronEngine:
         """One optimizer step on this data-parallel rank's rows; see `Fsdp2Engine.train_batch`."""
         if self.distributed_optimizer is None or self.optimizer is None:
             raise ValueError("optimizer: expected one for train_batch, got None")
-        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum(), torch.tensor(len(batch))])
-        batch.total_tokens, batch.total_sequences, rows_of_all_ranks = self.global_sum(counts).unbind()
+        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
+        batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
         self.module.train()
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -281,7 +281,7 @@ class MegatronEngine:
             grad_norm = float(self.distributed_optimizer.clip_grad_norm(self.max_grad_norm))
             is_finite = grad_norm < float("inf")
             lr = self.optimizer.param_groups[0]["lr"]
-            if is_finite and rows_of_all_ranks:
+            if is_finite and batch.total_tokens:
                 self.distributed_optimizer.step_with_ready_grads()
             self._free_gradients()
         if self.scheduler is not None:

@@ -169,8 +169,14 @@ def _split_among_ranks(
     return _ScoredTokens(logits_to_keep, targets, scored.output_indices[order]), outputs_per_rank
 
 
+def _fill_token(rows: _PaddedRows) -> Tensor:
+    """The last token of a row: the embedding of padding may be zeros, for which gradients of Gemma 3n are nan."""
+    return rows.tokens[0, rows.lengths[0] - 1]
+
+
 def _padded_kwargs(rows: _PaddedRows, spec: Rope3DSpec | None) -> dict[str, Any]:
-    kwargs = {"input_ids": rows.tokens, "position_ids": rows.position_ids, "attention_mask": rows.attended.long()}
+    tokens = torch.where(rows.attended, rows.tokens, _fill_token(rows))
+    kwargs = {"input_ids": tokens, "position_ids": rows.position_ids, "attention_mask": rows.attended.long()}
     kwargs |= vision_kwargs(rows.tokens, rows.vision, spec)
     return kwargs if rows.routed_experts is None else {**kwargs, "routed_experts": rows.routed_experts}
 
@@ -252,10 +258,8 @@ def _packed_kwargs(rows: _PaddedRows, packing: _Packing, spec: Rope3DSpec | None
     source, first_rows, ulysses = packing.source, packing.first_rows, packing.ulysses
     fill = sum(packing.layout.lengths) - len(source)
     tokens = rows.tokens.flatten()[source]
-    # an answer's last token: the embedding of token 0 may be zeros, for which gradients of Gemma 3n are nan
-    last = rows.tokens[0, rows.lengths[0] - 1]
     kwargs: dict[str, Any] = {
-        "input_ids": torch.cat([tokens, last.expand(fill)])[None],
+        "input_ids": torch.cat([tokens, _fill_token(rows).expand(fill)])[None],
         "position_ids": pad(rows.position_ids.flatten(-2)[..., source], (0, fill)).unsqueeze(-2),
         "packed_layout": packing.layout,
         **vision_kwargs(rows.tokens[first_rows], [rows.vision[row] for row in first_rows], spec),
