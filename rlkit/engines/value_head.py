@@ -211,9 +211,10 @@ def scoring_batch(batch: Batch) -> Batch:
     """A batch from which a value model computes one score per row, as a reward model.
 
     Each row gets one more token after its last, and only that token is in the mask. A token's value is that of the
-    prefix before it, here the whole row. Attention is causal, so the extra token may be anything (it is padding). Each
-    row of `values` then has one nonzero entry: `values.sum(1)` is `scores` [B], with gradient in a loss closure, e.g.
-    for `bradley_terry_loss` (keep each pair in one micro-batch with a field `micro_batch_group`).
+    prefix before it, here the whole row. Attention is causal, so the extra token may be anything. It repeats the last
+    one, since padding may have an embedding of zeros, for which gradients of Gemma 3n are nan. Each row of `values`
+    then has one nonzero entry: `values.sum(1)` is `scores` [B], with gradient in a loss closure, e.g. for
+    `bradley_terry_loss` (keep each pair in one micro-batch with a field `micro_batch_group`).
 
     Args:
         batch: rows of at least one token; its mask is ignored.
@@ -228,6 +229,7 @@ def scoring_batch(batch: Batch) -> Batch:
         return torch.cat([x, x.new_zeros(len(x), 1)], 1) if x.ndim == 2 else x
 
     tokens = widen(batch.tokens)
+    tokens[rows, lengths] = tokens[rows, lengths - 1]
     mask = torch.zeros_like(tokens, dtype=torch.bool).index_put((rows, lengths), torch.tensor(True, device=rows.device))
     # experts were chosen by the routers of another model
     fields = {name: widen(x) for name, x in batch.fields.items() if name != "routed_experts"}

@@ -352,6 +352,19 @@ def test_a_reward_model_is_read_after_the_last_token(tiny_dir, processor):
     torch.testing.assert_close(shuffled, in_order[order], atol=1e-5, rtol=1e-5)
 
 
+def test_a_reward_model_of_gemma_3n_has_gradients():
+    """They are nan for a token whose embedding is zeros, as that of padding."""
+    model = text_model("gemma3n_text", TEXT["gemma3n_text"])
+    assert not model.get_input_embeddings().weight[0].any()
+    engine = engine_for(with_value_head(model))
+
+    def loss_fn(out, mb):
+        return (out.values.sum(1) - 1).square().sum(), {}
+
+    metrics = engine.train_batch(scoring_batch(text_batch()), loss_fn)
+    assert 0 < metrics["grad_norm"] < math.inf
+
+
 def test_a_reward_model_learns_which_is_better():
     batch = scoring_batch(text_batch())
     batch.add(micro_batch_group=torch.tensor([0, 1, 2, 0, 1, 2]), better=torch.tensor([1, 1, 1, 0, 0, 0]))
