@@ -31,6 +31,8 @@ def resume_answers(cfg: RunOptions, run: Run) -> tuple[list[dict[str, Any]], int
 def append_answers(run: Run, step: int, answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Append the answers of all ranks in batch `step` to the file, in the order of their rows.
 
+    Ranks of a model-parallel group have the same rows; each is written once.
+
     Args:
         answers: those of this rank, as JSON objects with a `row`.
 
@@ -39,8 +41,8 @@ def append_answers(run: Run, step: int, answers: Sequence[dict[str, Any]]) -> li
     """
     per_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(per_rank, list(answers))
-    in_order = sorted((answer for local in per_rank for answer in local), key=lambda answer: answer["row"])
-    in_order = [{"step": step, **answer} for answer in in_order]
+    by_row = {answer["row"]: answer for local in per_rank for answer in local}
+    in_order = [{"step": step, **by_row[row]} for row in sorted(by_row)]
     if run.writes:
         with (run.out / ANSWERS).open("a") as file:
             file.write(_as_lines(in_order))

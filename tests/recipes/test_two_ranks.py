@@ -85,9 +85,11 @@ def two_ranks(start, tmp_path_factory):
     tasks = ["helpers:few_digits", f"{out}/parts.py:task"]
     options = ["--model", start, "--task", *tasks, *SMALL, "--right", 0.4, "--out", out / "evaluate"]
     runs["evaluate"] = [0, "evaluate", *options]
+    options = ["--model", start, "--task", "helpers:few_digits", *SMALL, "--out", out / "evaluate_ulysses"]
+    runs["evaluate_ulysses"] = [0, "evaluate", *options, "--ulysses_sequence_parallel_size", 2]
     (out / "runs.json").write_text(json.dumps(runs, default=str))
     command = helpers.command(Path(__file__).with_name("on_two_ranks.py"), out / "runs.json")
-    names = ["answers", "late", "refused", "measured", "evaluate", *CASES, *(f"replayed/{name}" for name in SAVED)]
+    names = ["answers", "late", "refused", "measured", *runs, *(f"replayed/{name}" for name in SAVED)]
     run_cases(command, out, names, timeout=1800, env=helpers.environment())
     return out, shared
 
@@ -135,6 +137,14 @@ def test_two_ranks_evaluate_several_tasks(two_ranks, on_one_rank, start):
     assert found[parts]["accuracy"] == 0.5  # over the answers that were judged
     assert found[parts]["pass@1"] == 1
     assert found[parts]["unjudged"] == 5 * zeros
+
+
+def test_ranks_that_share_rows_evaluate_each_row_once(two_ranks, on_one_rank, start):
+    out, _ = two_ranks
+    require(out, "evaluate_ulysses")
+    alone = on_one_rank("evaluate", "--model", start, "--task", "helpers:few_digits", *SMALL)
+    assert answers(out / "evaluate_ulysses") == answers(alone)
+    assert evaluation(out / "evaluate_ulysses")["tasks"] == evaluation(alone)["tasks"]
 
 
 @pytest.mark.parametrize("name", SAVED)
