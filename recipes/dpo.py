@@ -93,6 +93,11 @@ def loss_function(cfg: Config) -> Callable:
     return partial(LOSSES[cfg.loss], **options)
 
 
+def needs_reference(cfg: Config) -> bool:
+    """Whether the loss compares the policy with a reference model (`rlkit.plan` asks, too)."""
+    return "ref_chosen" in signature(loss_function(cfg)).parameters
+
+
 def pair_loss(out, mb, loss: Callable, cfg: Config):
     """Loss of a micro-batch and its metrics; even rows are chosen answers, odd rows rejected ones.
 
@@ -141,7 +146,7 @@ def main(cfg: Config) -> None:
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = None
-        if "ref_chosen" in signature(loss).parameters:
+        if needs_reference(cfg):
             reference = runs.build_reference(cfg, path, processor, engine)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]

@@ -65,13 +65,17 @@ def _model_config(cfg: Any) -> Any:
 def recipe_roles(module: Any, cfg: Any) -> Roles:
     """The models that a recipe loads with these options: its code is searched for calls of the `build_...` functions.
 
+    A recipe that builds a reference loads it if its function `needs_reference(cfg)` says so; without one, unless
+    `kl_coef` is 0.
+
     Raises:
         ValueError: a model's configuration cannot be read, or the recipe builds no engine.
     """
     functions = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == module.__name__]
     called_names = {name for function in functions for name in function.__code__.co_names}
     config = _model_config(cfg)
-    has_reference = "build_reference" in called_names and getattr(cfg, "kl_coef", 1.0) > 0
+    needs_reference = getattr(module, "needs_reference", lambda cfg: getattr(cfg, "kl_coef", 1.0) > 0)
+    has_reference = "build_reference" in called_names and needs_reference(cfg)
     reference = config if has_reference and not cfg.lora_rank else None
     teacher = getattr(cfg, "teacher", "")
     if teacher and not cfg.teacher_servers:

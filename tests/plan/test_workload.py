@@ -87,6 +87,15 @@ def test_both_answers_of_a_pair_are_in_one_micro_batch(recipe, others, tmp_path)
     assert rows_flops(LLAMA, workload, 4) > 1.5 * rows_flops(LLAMA, single, 4)
 
 
+@pytest.mark.parametrize(("loss", "expected"), [("dpo", True), ("simpo", False), ("orpo", False)])
+def test_a_loss_without_reference_is_planned_without_one(loss, expected, tmp_path):
+    LLAMA.save_pretrained(tmp_path)
+    module = load_recipe("recipes/dpo.py")
+    options = ["--model", str(tmp_path), "--loss", loss, "--lora_rank"]
+    assert (recipe_roles(module, recipe_options(module, [*options, "0"])).reference is not None) == expected
+    assert recipe_roles(module, recipe_options(module, [*options, "8"])).adapter_reference == expected
+
+
 @pytest.mark.parametrize(("share", "tokens", "keys"), [(True, 512 + 2 * 512, 2 * 512), (False, 2 * 1024, 0)])
 def test_a_pair_is_one_micro_batch_of_megatron(share, tokens, keys):
     workload = Workload(512, 512, 0, prompts=4, group_size=2, rows_together=2)
