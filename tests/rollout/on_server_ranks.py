@@ -1,5 +1,7 @@
 """Run by `test_servers.py` on two ranks: one update that succeeds, and one that fails on rank 0 alone.
 
+Rank 1 gets an answer that was continued with the new weights before it knows that all servers have them.
+
 on_server_ranks.py MODEL URL
 """
 
@@ -27,7 +29,13 @@ def gathered(count):
 def on_rank(model, url):
     dist.init_process_group("gloo")
     rollout = make_rollout("vllm_server", model=model, processor=load_processor(model), urls=url)
-    rollout.update_weights(gathered(3))
+
+    def gathered_then_answered():
+        yield from gathered(3)
+        if dist.get_rank() == 1:
+            rollout._check_versions(rollout.pool.servers[0], 0, [0, 1])
+
+    rollout.update_weights(gathered_then_answered())
     version = rollout.version
     if dist.get_rank() == 0:
 

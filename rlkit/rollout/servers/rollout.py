@@ -305,6 +305,8 @@ class ServerRollout(ABC):
             except (ServerUnavailable, RequestRejected, RuntimeError, OSError) as caught:
                 error = RuntimeError(f"{name}: {caught}")
                 error.__cause__ = caught
+        else:  # the servers resume with the new weights before this rank knows of it
+            self.sent_version = self.version + 1
         for _ in weights:  # gathering is a collective, so every rank iterates to the end
             pass
         _raise_on_all_ranks(error)
