@@ -17,6 +17,7 @@ from rlkit.runs.ahead import one_ahead
 from rlkit.runs.answers import Answers, Prompts
 from rlkit.runs.answers_file import append_answers, resume_answers
 from rlkit.runs.checkpoints import finish, resume, save
+from rlkit.runs.command_line import parse_options
 from rlkit.runs.evaluation import (
     evaluate_at_start,
     evaluate_every,
@@ -51,7 +52,6 @@ from rlkit.runs.options import (
     TaskOptions,
     TrainingOptions,
     check_range,
-    parse_options,
 )
 from rlkit.runs.sampling import PolicySampler, context_length
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
