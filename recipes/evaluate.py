@@ -46,7 +46,7 @@ class Config(
 
 
 def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
-    """The figures of a task, from the answers to its rows; NAME_error is the standard error."""
+    """The figures of a task, from the answers to its rows; see `runs.means_of_rows`."""
     values = {"accuracy": [answer["reward"] for answer in answers if answer["reward"] is not None]}
     if cfg.group_size:
         sampled = [[r for r in answer["rewards"] if r is not None] for answer in answers]
@@ -57,11 +57,8 @@ def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
             values[f"pass@{k}"] = [
                 runs.pass_at_k(len(rewards), c, k) for rewards, c in zip(enough, right, strict=True)
             ]
-    figures = {}
-    for name, values_of_rows in values.items():
-        figures[name], figures[f"{name}_error"] = runs.mean_and_error(values_of_rows)
     unjudged = sum(r is None for answer in answers for r in [answer["reward"], *answer["rewards"]])
-    return {**figures, "rows": len(answers), "unjudged": unjudged}
+    return {**runs.means_of_rows(values), "rows": len(answers), "unjudged": unjudged}
 
 
 def table(tasks: dict[str, dict[str, float]]) -> str:

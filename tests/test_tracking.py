@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from rlkit.report import append_records
 from rlkit.tracking import (
     CONFIG,
     EVAL,
@@ -321,15 +322,25 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
 
 def test_kept_answers_are_those_of_logged_steps(tmp_path):
     """A resumed run writes again what comes after its checkpoint; held-out answers of the checkpoint itself stay."""
-    run = Run(tmp_path, {})
+    run, path = Run(tmp_path, {}), tmp_path / SAMPLES
     for step in range(4):
-        run.keep_answers([{"kind": "training", "prompt": 7, "answers": []}])
+        append_records(tmp_path, [{"step": step, "kind": "held-out"}])
+        run.keep_answers([{"step": 0, "kind": "training", "prompt": 7, "answers": []}])
         run.log(step, {})
-    with (tmp_path / SAMPLES).open("a") as file:
-        file.write('{"step": 2, "kind": "held-out"}\n{"step": 3, "kind": "held-out"}\n{"step": 3, "ki')
-    run.drop_metrics_from(2)
-    kept = [(row["step"], row["kind"]) for row in read_metrics(tmp_path / SAMPLES)]
-    assert kept == [(0, "training"), (1, "training"), (2, "held-out")]
+    expected = [(0, "held-out"), (0, "training"), (1, "held-out"), (1, "training"), (2, "held-out")]
+    whole = path.read_bytes()
+    after = whole.index(b'{"step": 2, "kind": "training"')
+    for end in (len(whole), len(whole) - 9, after + 9, after, after - 1):  # the process was killed after this byte
+        path.write_bytes(whole[:end])
+        run.drop_metrics_from(2)
+        assert [(row["step"], row["kind"]) for row in read_metrics(path)] == expected
+        assert path.read_bytes() == whole[:after]
+    run.drop_metrics_from(0)
+    assert path.read_bytes() == whole[: whole.index(b"\n") + 1]  # held-out answers before training
+    path.write_bytes(b'cut short, "kind": "training"}')
+    run.drop_metrics_from(0)
+    run.drop_metrics_from(0)
+    assert path.read_bytes() == b""
 
 
 # --- the progress bar

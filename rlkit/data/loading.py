@@ -241,15 +241,17 @@ def _unreadable(row: Row, error: ValueError) -> Row:
 
 
 def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_task) -> Task:
-    """Replaces the held-out rows of a task. Held-out rows are never trained on.
+    """Replaces the held-out rows of a task, by one of these. Held-out rows are never trained on.
+
+    - a file (`heldout.jsonl`) or a split of the data set (`validation`). All other rows are trained on.
+    - `all`, for evaluation: every row of a file, or of all splits.
+    - a share of the training rows (`0.1`): at least one row, the same rows in every run. Both rows that `load_unpaired`
+      makes of a pair are held out, or neither. So are all copies of a row that a mixture repeats; one copy of it is
+      then among the held-out rows.
 
     Args:
         task: from `load`, or from a function of yours.
-        heldout: which rows to hold out: a file (`heldout.jsonl`); a split of the data set (`validation`); `all` for
-            evaluation, every row of a file or of all splits; or a share of the training rows (`0.1`), at least one row,
-            the same rows in every run. Rows made of one row (the two of a preference pair, repeated rows of a mixture)
-            are held out together, and a repeated row is held out once. With a file or a split, all other rows are
-            trained on.
+        heldout: which rows to hold out, as above.
         load: the function that loaded the task, which also reads the file: `load_task`, `load_chats`, `load_pairs` or
             `load_unpaired`.
 
@@ -294,10 +296,11 @@ def _share(heldout: str, splits: Collection[str]) -> float:
 def _split_by_share(rows: Sequence[Row], share: float) -> tuple[Rows, Rows]:
     """Splits rows into (training, held-out), see `with_heldout`."""
     sources = sources_of(rows)
-    rank = np.argsort(np.random.default_rng(HELD_OUT_SEED).permutation(len(set(sources))))[sources]
-    order = np.argsort(rank, kind="stable")  # shuffled, with rows of one source beside each other
+    place_of_source = np.argsort(np.random.default_rng(HELD_OUT_SEED).permutation(len(set(sources))))
+    place = place_of_source[sources]
+    order = np.argsort(place, kind="stable")  # shuffled, with rows of one source beside each other
     held = max(1, round(share * len(rows)))
-    held = int((rank <= rank[order[held - 1]]).sum())  # all rows of the last source
+    held = int((place <= place[order[held - 1]]).sum())  # all rows of the last source
     if held >= len(rows):
         raise ValueError(f"heldout: expected a share that leaves rows to train on, got {share} of {len(rows)}")
     shuffled = as_rows(rows)[order.tolist()]
@@ -332,11 +335,10 @@ def _split_pairs(rows: Sequence[Row]) -> Sequence[Row]:
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
     """Adds each row's answer as `chosen` and another row's as `rejected`; pairs are unchanged."""
-
-    known = as_rows(rows)
+    table = as_rows(rows)
 
     def row(i: int) -> Row:
-        right = known.row(i)
+        right = table.row(i)
         if "chosen" in right:
             return _read(PAIRS, right)
         others = np.random.default_rng((HELD_OUT_SEED, i)).permutation(len(rows))[:100]
@@ -344,4 +346,4 @@ def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
         wrong = next((answer for answer in answers if answer is not None and str(answer) != str(right["answer"])), None)
         return _read(PAIRS, {**right, "chosen": right["answer"], "rejected": wrong})
 
-    return Rows(row, known.order, known.sources, known.files)
+    return Rows(row, table.order, table.sources, table.files)

@@ -40,6 +40,9 @@ class CheckpointNotWritten(OSError):
     """A checkpoint could not be written. The previous one is intact."""
 
 
+# --- saving
+
+
 def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any]) -> None:
     """Save `state` (tensors, sharded or not) and `extra` (JSON). All ranks call this together.
 
@@ -192,6 +195,9 @@ def _restore_replaced(path: Path) -> Path:
     return old
 
 
+# --- reading the manifest, and checking the files
+
+
 def read_manifest(path: str | Path) -> dict[str, Any]:
     """The `extra` of a checkpoint whose files are all there, as they were written. All ranks call this together.
 
@@ -242,6 +248,9 @@ def _read_intact(path: Path) -> tuple[dict[str, Any], str]:
     return manifest, ""
 
 
+# --- the states of random generators, scheduler and optimizer
+
+
 def random_states(device: torch.device) -> dict[str, Tensor]:
     """This rank's random states, of the host and of its GPU (for dropout, say), under their names in a checkpoint."""
     states = {f"rng.{dist.get_rank()}": torch.get_rng_state()}
@@ -279,29 +288,10 @@ def set_scheduler_state(state: Mapping[str, Any], manifest: Mapping[str, Any], s
         scheduler.load_state_dict(manifest["scheduler"])
 
 
-class _OneTensorReader(dcp.FileSystemReader):
-    """Frees each tensor that it has read before it reads the next; torch's reader holds two tensors of a file.
-
-    It reads the metadata once, however often it is used.
-    """
-
-    _metadata: Any = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
-
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
-        for item in plan.items:
-            super().read_data(replace(plan, items=[item]), planner)
-        return super().read_data(replace(plan, items=[]), planner)
-
-
 def leave_out_unsaved_moments(optimizer: Mapping[str, Any], saved: Collection[str]) -> None:
     """Remove parameters without saved moments from the state of an optimizer.
 
-    Until it was saved, no loss depended on them: for example a vision tower, if no row had an image. The state of a new
+    They had no gradient before the checkpoint was saved, as a vision tower if no row had an image. The state of a new
     optimizer has moments of all parameters.
 
     Args:
@@ -322,6 +312,28 @@ def parameters_with_moments(saved: Iterable[str]) -> set[str]:
     start = "optimizer.state."
     names = (name.removeprefix(start).split(".") for name in saved if name.startswith(start))
     return {prefix for name in names for prefix in accumulate(name, "{}.{}".format)}
+
+
+# --- loading
+
+
+class _OneTensorReader(dcp.FileSystemReader):
+    """Frees each tensor that it has read before it reads the next; torch's reader holds two tensors of a file.
+
+    It reads the metadata once, however often it is used.
+    """
+
+    _metadata: Any = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+        for item in plan.items:
+            super().read_data(replace(plan, items=[item]), planner)
+        return super().read_data(replace(plan, items=[]), planner)
 
 
 def load(path: str | Path, state: dict[str, Any]) -> None:
@@ -420,6 +432,9 @@ def check_parameter_names(path: str | Path, saved_tensors: Iterable[str], traine
             f"checkpoint {path}: expected only parameters that this model trains, got {len(unknown)} others such as "
             f"{min(unknown)}"
         )
+
+
+# --- the checkpoints of a run
 
 
 def checkpoints(folder: str | Path) -> list[Path]:

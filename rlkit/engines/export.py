@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlkit.engines.checkpoint import first_problem, replace_directory
 from rlkit.engines.value_head import as_classifier, has_value_head
-from rlkit.vlm.adapt import checkpoint_buffers, converted_together
+from rlkit.vlm.checkpoint_weights import checkpoint_buffers, converted_together
 from rlkit.vlm.families import WHOLE_MODELS, checkpoint_name
 from rlkit.vlm.loading import whole_config
 

@@ -24,7 +24,7 @@ from rlkit.engines import make_engine
 from rlkit.mismatch.compare import Part, compare_parts, describe, hf_parts, trainer_parts, vllm_parts
 from rlkit.replay.bundles import read_bundle
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.runs.options import command_parser
+from rlkit.runs.command_line import command_parser
 from rlkit.runs.start import one_sentence_errors
 from rlkit.vlm import encode_prompt, load_model, load_processor, suppressed_token_ids
 

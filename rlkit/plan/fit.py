@@ -11,7 +11,7 @@ from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
 from rlkit.plan.sampler import SamplerMemory, Servers, sampler_memory, sequence_bytes
 from rlkit.vlm.families import head_obstacle
-from rlkit.vlm.weight_files import only_pickles
+from rlkit.vlm.weight_files import has_only_pickled_weights
 
 GIB = 2**30
 SERVERS = "servers"
@@ -80,12 +80,12 @@ def make_plan(
 def loading(cfg: Any, rehearsal: Rehearsal) -> dict[str, int]:
     """Bytes by kind right after loading: the weights, and a buffer for the largest tensor that a rank reads.
 
-    If the files are pickles, it has the whole model at once.
+    From pickled files a rank reads the whole model at once.
     """
     kinds = ("parameters", "reference")
     kept = {kind: max(phase.get(kind, 0) for phase in rehearsal.peaks.values()) for kind in kinds}
     kept = {kind: size for kind, size in kept.items() if size}
-    read = rehearsal.parameters if only_pickles(cfg.model) else rehearsal.largest_tensor
+    read = rehearsal.parameters if has_only_pickled_weights(cfg.model) else rehearsal.largest_tensor
     return {**kept, "largest tensor": 4 * read}
 
 

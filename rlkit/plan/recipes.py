@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlkit.plan.rehearsal import Roles
-from rlkit.runs.options import check_ranges, parse_options
+from rlkit.runs.command_line import parse_options
+from rlkit.runs.options import check_ranges
 from rlkit.vlm.loading import load_config
 from rlkit.vlm.model_config import changed_config, config_file, is_config_file
 

@@ -17,7 +17,7 @@ from rlkit.plan.roofline import costs
 from rlkit.plan.sampler import SamplerMemory
 from rlkit.plan.workload import Workload
 from rlkit.runs.options import sends_adapters
-from rlkit.vlm.weight_files import only_pickles
+from rlkit.vlm.weight_files import has_only_pickled_weights
 
 KINDS = [
     "parameters",
@@ -141,7 +141,7 @@ def host_memory(cfg: Any, config: Any, plan: Plan, world: int, gpus_per_node: in
     loading = ranks * itemsize * (rehearsal.largest_tensor + rehearsal.made_of_full)
     if cfg.quantize_base:
         loading += ranks * itemsize * rehearsal.parameters // cfg.parallel.get("fsdp_size", world)
-    if only_pickles(cfg.model):
+    if has_only_pickled_weights(cfg.model):
         loading = ranks * itemsize * rehearsal.parameters
     export = (4 if cfg.export_dtype == "float32" else 2) * rehearsal.parameters
     offloaded = {"weights and optimizer, between phases": ranks * rehearsal.host} if rehearsal.host else {}

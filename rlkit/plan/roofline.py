@@ -19,7 +19,7 @@ from typing import Any
 
 from rlkit.engines.flops import forward_flops
 from rlkit.engines.megatron.supported import ParallelDims
-from rlkit.plan import megatron
+from rlkit.plan import megatron_links
 from rlkit.plan.cache import HALF
 from rlkit.plan.hardware import NETWORK_BANDWIDTH, Gpu
 from rlkit.plan.links import Group, LinkBytes, all_gather, all_reduce, group, reduce_scatter
@@ -192,7 +192,7 @@ def training(role: str, config: Any, case: Case) -> Cost:
     memory = n * ((2 + recomputes) * size.weights + HALF * size.trained)
     if cfg.engine == "megatron":
         link = _activations(config, case, forwards=1 + recomputes, backwards=1)
-        of_step = megatron.update_link_bytes(size, _megatron_groups(case))
+        of_step = megatron_links.update_link_bytes(size, _megatron_groups(case))
     else:
         shard, replicas = fsdp_groups(case)
         link = all_gather(n * (2 * size.weights - size.root), shard)
@@ -207,7 +207,7 @@ def weight_sync(sampler: SamplerMemory, case: Case) -> Cost:
     """Gathering of the trained weights, or of their adapters alone, for the sampler; with G bytes of them,
 
         memory  2 G
-        links   fsdp2: an all-gather of G;  megatron: see `rlkit.plan.megatron.sync_link_bytes`
+        links   fsdp2: an all-gather of G;  megatron: see `rlkit.plan.megatron_links.sync_link_bytes`
         host    twice vLLM's base model if it sleeps while the trainer works and is sent adapters alone
 
     What is sent on to servers is not counted.
@@ -215,7 +215,7 @@ def weight_sync(sampler: SamplerMemory, case: Case) -> Cost:
     cfg, models = case.cfg, case.rehearsal.models
     size, adapters = models.get("policy") or models["critic"], sends_adapters(cfg)
     if cfg.engine == "megatron":
-        link = megatron.sync_link_bytes(size, ParallelDims(**cfg.parallel), _megatron_groups(case))
+        link = megatron_links.sync_link_bytes(size, ParallelDims(**cfg.parallel), _megatron_groups(case))
         return Cost(memory=2 * HALF * size.parameters, link=link)
     gathered = HALF * size.trained if adapters else size.weights
     sleeps = adapters and cfg.rollout == "vllm"
@@ -262,8 +262,8 @@ def _tower_flops(config: Any, case: Case) -> float:
     return flops * rehearsal.data_parallel_size / case.world
 
 
-def _megatron_groups(case: Case) -> megatron.Groups:
-    return megatron.groups(ParallelDims(**case.cfg.parallel), case.world, case.gpus_per_node)
+def _megatron_groups(case: Case) -> megatron_links.Groups:
+    return megatron_links.groups(ParallelDims(**case.cfg.parallel), case.world, case.gpus_per_node)
 
 
 def _activations(config: Any, case: Case, *, forwards: int, backwards: int) -> LinkBytes:
@@ -271,4 +271,4 @@ def _activations(config: Any, case: Case, *, forwards: int, backwards: int) -> L
     dims, rehearsal = ParallelDims(**case.cfg.parallel), case.rehearsal
     tokens = sum(packed.tokens(rehearsal.workload) for packed in rehearsal.micro_batches)
     ranks = _megatron_groups(case)
-    return megatron.activation_link_bytes(config, dims, ranks, tokens, forwards=forwards, backwards=backwards)
+    return megatron_links.activation_link_bytes(config, dims, ranks, tokens, forwards=forwards, backwards=backwards)

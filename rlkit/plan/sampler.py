@@ -11,8 +11,8 @@ from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal
 from rlkit.plan.workload import Workload
 from rlkit.rollout.hf import cache_bytes_per_token
+from rlkit.runs.command_line import option_value
 from rlkit.runs.models import DEFAULT_UTILIZATION
-from rlkit.runs.options import option_value
 
 SERVER_SHARE = 0.92  # of a GPU's memory; vLLM 0.32's default of gpu_memory_utilization
 

@@ -26,7 +26,7 @@ from rlkit.engines.checkpoint import checkpoints
 from rlkit.plan.recipes import load_recipe
 from rlkit.replay.bundles import Bundle, bundle_folder, bundle_path, bundle_steps, merge_rows, read_bundle
 from rlkit.replay.compare import compare_bundles, describe
-from rlkit.runs.options import command_parser, parse_options
+from rlkit.runs.command_line import command_parser, parse_options
 from rlkit.runs.rollouts import Replay, replay_until
 from rlkit.runs.start import one_sentence_errors
 

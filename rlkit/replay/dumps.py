@@ -22,7 +22,7 @@ from typing import Any
 from rlkit.data import load_task
 from rlkit.data.samples import Sample, append_response, prompt_sample
 from rlkit.replay.bundles import Bundle, Draw, bundle_path, write_bundle
-from rlkit.runs.options import command_parser
+from rlkit.runs.command_line import command_parser
 from rlkit.runs.start import one_sentence_errors
 from rlkit.vlm import encode_prompt, load_processor
 

@@ -9,6 +9,7 @@ from typing import Any
 Z = 1.96  # quantile of the normal distribution for 95 %
 LOSSES = ("loss", "perplexity", "bits_per_byte", "divergence")  # parts of the names of results that are no rewards
 NOT_MEASURED = ("unjudged", "unanswered")  # results that are numbers of rows without a reward
+OF_A_MEAN = ("_error", "_rows")  # ends of names: the standard error of a mean, and how many rows it is the mean of
 
 
 def confidence_interval(mean: float, error: float, count: float) -> tuple[float, float]:
@@ -45,31 +46,30 @@ def confidence_interval(mean: float, error: float, count: float) -> tuple[float,
     return max(0.0, low), min(1.0, high)
 
 
-def intervals(found: Mapping[str, Any], count: Any, when: str = "") -> dict[str, tuple[float, float]]:
+def intervals(found: Mapping[str, Any], rows: Any, when: str = "") -> dict[str, tuple[float, float]]:
     """The confidence intervals of the results of an evaluation, by name, where a NAME has a NAME_error.
 
     Results whose names contain one of `LOSSES` get mean ± 1.96 * error. All others are taken for mean rewards or
-    shares, also those of other tools such as `acc`, and get `confidence_interval`. Of n rows, those that `found` counts
-    as `unjudged` or `unanswered` are not among the values. A pass@k may be the mean of still fewer rows, those with k
-    judged answers; its values lie within 0 and 1 by definition.
+    shares, also those of other tools such as `acc`, and get `confidence_interval`. The number of values is NAME_rows,
+    the rows that NAME is the mean of: `accuracy` that of the rows whose greedy answer was judged, the mean reward of
+    samples that of the rows with a judged sample, and pass@k that of the rows with at least k judged samples. Without
+    a NAME_rows, as in results of other tools, it is `rows`.
 
     Args:
         found: results by name. What is not a finite number has no interval.
-        count: number of rows, if it is known.
+        rows: number of rows, if it is known.
         when: a suffix of all names, such as "_after" for NAME_after and NAME_error_after.
     """
-    left_out = [found.get(f"{name}{when}", 0) for name in NOT_MEASURED]
-    judged = max(1.0, count - sum(left_out)) if all(map(_is_finite, [count, *left_out])) else 1.0
     made = {}
     for name, mean in found.items():
-        error: Any = found.get(f"{name.removesuffix(when)}_error{when}")
+        error: Any
+        error, of_mean = (found.get(f"{name.removesuffix(when)}{end}{when}") for end in OF_A_MEAN)
+        count: Any = next((x for x in (of_mean, rows) if _is_finite(x)), 1)
         if name.endswith(when) and _is_finite(mean) and _is_finite(error):
             if any(part in name for part in LOSSES):
                 made[name] = mean - Z * error, mean + Z * error
-            elif name.startswith("pass@") and error > 0:  # as of so many values that are 0 or 1
-                made[name] = confidence_interval(mean, error, mean * (1 - mean) / error**2 + 1)
             else:
-                made[name] = confidence_interval(mean, error, judged)
+                made[name] = confidence_interval(mean, error, max(1, count))
     return made
 
 

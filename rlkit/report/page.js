@@ -34,7 +34,7 @@ function showHead() {
   if (DATA.runs.length === 1) {
     const run = DATA.runs[0];
     for (const [name, x] of Object.entries(run.evaluation)) {
-      if (name === "steps" || name.includes("_error") || (x === 0 && /skipped|unjudged/.test(name))) continue;
+      if (name === "steps" || /_(error|rows)(_|$)/.test(name) || (x === 0 && /skipped|unjudged/.test(name))) continue;
       tile(figureWithInterval(x, run.intervals[name]), name === "heldout" ? "held-out rows" : `held-out ${name.replace(/^heldout_/, "").replaceAll("_", " ")}`);
     }
     if (run.last !== null) tile(run.steps === null ? run.last + 1 : `${run.last + 1} of ${run.steps}`, "steps done");
@@ -310,7 +310,7 @@ function showNumbers() {
   for (const run of DATA.runs) {
     const tasks = Object.entries(run.tasks);
     if (!tasks.length) continue;
-    const columns = [...new Set(tasks.flatMap(([, found]) => Object.keys(found)))].filter((name) => !name.endsWith("_error"));
+    const columns = [...new Set(tasks.flatMap(([, found]) => Object.keys(found)))].filter((name) => !/_(error|rows)$/.test(name));
     const row = (tag, cells) => element("tr", {}, ...cells.map((textContent) => element(tag, { textContent })));
     byId("tasks").append(element("table", {}, row("th", [DATA.runs.length > 1 ? run.name : "task", ...columns]),
       ...tasks.map(([task, found]) => row("td", [task, ...columns.map((name) => name in found ? figureWithInterval(found[name], run.task_intervals[task][name]) : "")]))));

@@ -17,10 +17,12 @@ from rlkit.runs.ahead import one_ahead
 from rlkit.runs.answers import Answers, Prompts
 from rlkit.runs.answers_file import append_answers, resume_answers
 from rlkit.runs.checkpoints import finish, resume, save
+from rlkit.runs.command_line import parse_options
 from rlkit.runs.evaluation import (
     evaluate_at_start,
     evaluate_every,
     mean_and_error,
+    means_of_rows,
     pass_at_k,
     record_evaluation,
     with_intervals,
@@ -50,7 +52,6 @@ from rlkit.runs.options import (
     TaskOptions,
     TrainingOptions,
     check_range,
-    parse_options,
 )
 from rlkit.runs.sampling import PolicySampler, context_length
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
@@ -100,6 +101,7 @@ __all__ = [
     "keep_on_device",
     "load_named_task",
     "mean_and_error",
+    "means_of_rows",
     "mean_metrics",
     "mini_batches",
     "one_ahead",

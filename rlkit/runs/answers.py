@@ -13,7 +13,7 @@ from rlkit.data import Sample, group_ids
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.report import prompt_record
 from rlkit.rewards import judged, judging_problem, part_means, reward_stats
-from rlkit.runs.evaluation import mean_and_error
+from rlkit.runs.evaluation import means_of_rows
 from rlkit.tracking import Run
 
 EQUAL_STEPS = 10  # steps in a row with equal rewards before a warning
@@ -141,13 +141,13 @@ def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
     """Mean reward of the judged answers over all ranks, and the number of answers that could not be judged.
 
     Returns:
-        `accuracy`, its standard error `accuracy_error`, and `unjudged`. If no answer was judged, as for data without
-        expected answers, only `unjudged`. If no answer was generated, an empty dict.
+        `accuracy` with `accuracy_error` and `accuracy_rows`, see `means_of_rows`, and `unjudged`. If no answer was
+        judged, as for data without expected answers, only `unjudged`. If no answer was generated, an empty dict.
     """
-    mean, error = mean_and_error(answers.rewards[~answers.rewards.isnan()].tolist(), global_sum)
+    results = means_of_rows({"accuracy": answers.rewards[~answers.rewards.isnan()].tolist()}, global_sum)
     generated, judged = count_judged(answers, global_sum)
     unjudged = {"unjudged": generated - judged} if generated else {}
-    return {"accuracy": mean, "accuracy_error": error, **unjudged} if judged else unjudged
+    return {**results, **unjudged} if judged else unjudged
 
 
 def count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:

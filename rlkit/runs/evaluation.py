@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.report.intervals import NOT_MEASURED, intervals
+from rlkit.report.intervals import NOT_MEASURED, OF_A_MEAN, intervals
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.export import export_model
 from rlkit.runs.rollouts import is_replay
@@ -53,18 +53,35 @@ def mean_and_error(
     return total / count, math.sqrt(variance / count)
 
 
-def with_intervals(results: Mapping[str, Any], count: Any, when: str = "") -> dict[str, str]:
+def means_of_rows(
+    values: Mapping[str, Sequence[float]], global_sum: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, float]:
+    """For each NAME its mean over rows, the standard error NAME_error, and the number of these rows, NAME_rows.
+
+    Args:
+        values: by name, a value for each row of this rank that has one.
+        global_sum: as in `mean_and_error`.
+    """
+    results: dict[str, float] = {}
+    for name, of_rows in values.items():
+        results[name], results[f"{name}_error"] = mean_and_error(of_rows, global_sum)
+        count = torch.tensor(float(len(of_rows)))
+        results[f"{name}_rows"] = (global_sum(count) if global_sum else count).item()
+    return results
+
+
+def with_intervals(results: Mapping[str, Any], rows: Any, when: str = "") -> dict[str, str]:
     """Results of an evaluation as text, such as "0.850 (95 %: 0.809 to 0.884)" where NAME has a NAME_error.
 
     Args:
-        results, count, when: as in `rlkit.report.intervals.intervals`, which gives the intervals.
+        results, rows, when: as in `rlkit.report.intervals.intervals`, which gives the intervals.
     """
-    bounds = intervals(results, count, when)
+    bounds = intervals(results, rows, when)
     texts = {name: f" (95 %: {low:.3f} to {high:.3f})" for name, (low, high) in bounds.items()}
     return {
         name: f"{x:.3f}{texts.get(name, '')}"
         for name, x in results.items()
-        if isinstance(x, int | float) and name.endswith(when) and not name.endswith(f"_error{when}")
+        if isinstance(x, int | float) and name.endswith(when) and not name.removesuffix(when).endswith(OF_A_MEAN)
     }
 
 
@@ -78,8 +95,8 @@ def record_evaluation(
 
     Args:
         when: "before", "during" or "after" training.
-        results: over all ranks, by name; NAME_error is the standard error of NAME. `unjudged` is the number of
-            generated answers without a reward, and `unanswered` that of rows without an answer.
+        results: over all ranks, by name; see `means_of_rows` for NAME_error and NAME_rows. `unjudged` is the number of
+            greedy answers without a reward, and `unanswered` that of rows without an answer.
         rows, skipped: number of held-out rows of this rank that were used, and that could not be used.
     """
     counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()

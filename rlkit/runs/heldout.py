@@ -13,7 +13,7 @@ from rlkit.rewards import judging_problem
 from rlkit.rollout import Sampling
 from rlkit.rollout.sampling import sample_name
 from rlkit.runs.answers import Answers, Prompts, accuracy, count_judged, too_few_judged
-from rlkit.runs.evaluation import mean_and_error, pass_at_k, record_evaluation
+from rlkit.runs.evaluation import means_of_rows, pass_at_k, record_evaluation
 from rlkit.runs.rollouts import is_replay
 from rlkit.runs.sampling import PolicySampler
 from rlkit.tracking import Run
@@ -71,7 +71,12 @@ def with_room_for_an_answer(sampler: PolicySampler, prompts: Prompts, when: str)
 
 
 def sampled_heldout(sampler: PolicySampler, prompts: Prompts) -> dict[str, float]:
-    """Mean reward and pass@k of `cfg.heldout_samples` answers to each prompt. Rewards of at least 1 are correct."""
+    """Mean reward and pass@k of `cfg.heldout_samples` answers to each prompt. Rewards of at least 1 are correct.
+
+    Returns:
+        `sampled`, over prompts with a judged answer: the mean of each prompt's mean reward. `pass@1`, `pass@2`, ...,
+        over prompts with at least k judged answers. With standard errors and numbers of prompts, see `means_of_rows`.
+    """
     n = getattr(sampler.cfg, "heldout_samples", 0)
     if not n:
         return {}
@@ -82,10 +87,7 @@ def sampled_heldout(sampler: PolicySampler, prompts: Prompts) -> dict[str, float
     for k in (2**i for i in range(n.bit_length())):
         enough = [group for group in groups if len(group) >= k]
         values[f"pass@{k}"] = [pass_at_k(len(group), int((group >= 1).sum()), k) for group in enough]
-    results: dict[str, float] = {}
-    for name, values_of_rows in values.items():
-        results[name], results[f"{name}_error"] = mean_and_error(values_of_rows, sampler.engine.global_sum)
-    return results
+    return means_of_rows(values, sampler.engine.global_sum)
 
 
 def keep_heldout(run: Run, judged: Iterable[Sample], step: int) -> None:

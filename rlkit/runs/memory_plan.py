@@ -20,8 +20,8 @@ import torch.distributed as dist
 import rlkit
 from rlkit.data.messages import prompt_of
 from rlkit.data.samples import Row
+from rlkit.runs.command_line import OF_ONE_RUN
 from rlkit.runs.directory import decided_by_rank_0
-from rlkit.runs.options import OF_ONE_RUN
 from rlkit.runs.rollouts import is_replay
 from rlkit.tracking.files import replace_file, versions
 from rlkit.vlm.tiny import is_tiny

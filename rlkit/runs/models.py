@@ -18,14 +18,9 @@ from rlkit.engines.model_files import NotInShardsError
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import end_token_ids
+from rlkit.runs.command_line import option_value
 from rlkit.runs.directory import decided_by_rank_0
-from rlkit.runs.options import (
-    AdapterOptions,
-    EngineOptions,
-    OptimizerOptions,
-    TrainingOptions,
-    option_value,
-)
+from rlkit.runs.options import AdapterOptions, EngineOptions, OptimizerOptions, TrainingOptions
 from rlkit.runs.rollouts import recorded
 from rlkit.runs.vllm_options import vllm_options
 from rlkit.tracking import Run
@@ -42,8 +37,8 @@ from rlkit.vlm import (
     trainable_summary,
     vision_tower_pattern,
 )
-from rlkit.vlm.adapt import adapter_parameters
 from rlkit.vlm.chat_template import check_template_options
+from rlkit.vlm.checkpoint_weights import adapter_parameters
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.model_config import is_config_file, write_model
 from rlkit.vlm.processors import check_vocabulary

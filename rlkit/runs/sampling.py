@@ -36,25 +36,30 @@ def context_length(engine: Any, rollout: Any) -> int:
 
 def encode_share(
     rows: Iterable[tuple[int, Any]],
-    complete: Callable[[Sample], T],
+    convert: Callable[[Sample], T],
     encoder: PromptEncoder,
     run: Run,
     engine: Any,
     **options: Any,
 ) -> tuple[list[T], list[str]]:
-    """Encode this rank's share of the (group id, row) pairs. Returns `complete(prompt)` of each, and the errors.
+    """Encode the prompts of this rank's share of some rows, and convert each to what the caller needs.
 
-    A row for which either raises ValueError is skipped, and named in the log.
+    A row is skipped, and named in the log, if `encode_prompt` or `convert` raises a ValueError.
 
     Args:
+        rows: (group id, row) pairs of all ranks.
+        convert: called with each encoded prompt.
         options: further arguments of `rlkit.vlm.encode_prompt`.
+
+    Returns:
+        The results of `convert`, and the errors of the skipped rows.
     """
     encoded, skipped = [], []
     share = list(rows)[engine.data_parallel_rank :: engine.data_parallel_size]
     with closing(encoder(share, dtype=compute_dtype(engine), **options)) as prompts:
         for prompt in prompts:
             try:
-                encoded.append(complete(prompt()))
+                encoded.append(convert(prompt()))
             except ValueError as error:
                 run.print(f"skipped: {error}")
                 skipped.append(str(error))
@@ -66,10 +71,6 @@ def encode_share(
 def encoder_for(cfg: Any, processor: Any) -> PromptEncoder:
     """Encodes prompts in `--dataloader_num_workers` processes."""
     return PromptEncoder(processor, getattr(cfg, "dataloader_num_workers", 0))
-
-
-def _unchanged(prompt: Sample) -> Sample:
-    return prompt
 
 
 class PolicySampler:
@@ -117,7 +118,7 @@ class PolicySampler:
         and named in the log.
         """
         max_tokens = min(self.cfg.max_prompt_tokens or self.longest_prompt, self.longest_prompt)
-        share = encode_share(rows, _unchanged, self.encoder, self.run, self.engine, max_tokens=max_tokens)
+        share = encode_share(rows, lambda prompt: prompt, self.encoder, self.run, self.engine, max_tokens=max_tokens)
         return Prompts(*share)
 
     @contextmanager

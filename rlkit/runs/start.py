@@ -24,6 +24,7 @@ from rlkit.profiling import StepProfiler
 from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
 from rlkit.runs.allocator import use_expandable_segments
+from rlkit.runs.command_line import parse_options
 from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
 from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
@@ -35,7 +36,6 @@ from rlkit.runs.options import (
     check_ranges,
     check_servers,
     check_sync_adapters,
-    parse_options,
 )
 from rlkit.runs.out_of_memory import explained_out_of_memory, watch_memory
 from rlkit.runs.rollouts import check_rollouts

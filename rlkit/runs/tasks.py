@@ -15,7 +15,8 @@ from rlkit.data import Task, load_task, with_heldout, with_prompt
 from rlkit.data.samples import Row
 from rlkit.data.tables import HELD_OUT_SEED, Rows
 from rlkit.rewards import isolated, reward_named, without_thinking
-from rlkit.runs.options import RewardOptions, TaskOptions, option_value
+from rlkit.runs.command_line import option_value
+from rlkit.runs.options import RewardOptions, TaskOptions
 
 Config = TypeVar("Config", bound=Any)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,23 +26,39 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Lines without an integer `step` are left out, such as a line that was cut off when the process was killed.
     """
-    return list(_read_rows(Path(path)))
+    with Path(path).open("rb") as file:
+        return [row for line in file if (row := _parse_row(line)) is not None]
 
 
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                yield row
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def drop_rows(path: Path, dropped: Callable[[dict[str, Any]], bool]) -> None:
-    """Removes rows of a metrics.jsonl or samples.jsonl, which may be too large to be read as a whole."""
-    replace_file(path, (json.dumps(row) + "\n" for row in _read_rows(path) if not dropped(row)))
+def drop_last_rows(path: Path, dropped: Callable[[dict[str, Any]], bool]) -> None:
+    """Cuts the end of a metrics.jsonl or samples.jsonl off, after the last row that is not to be dropped.
+
+    Rows are in the order of their steps, so that a large file is neither read nor written as a whole.
+    """
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = len(content)
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                row = _parse_row(content[start:end])
+                if row is not None and not dropped(row):
+                    break
+                end = start
+            has_line_end = content[end - 1 : end] == b"\n"
+        file.truncate(end)
+        if end and not has_line_end:
+            file.seek(end)
+            file.write(b"\n")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -64,21 +81,14 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def replace_file(path: Path, content: str | bytes | Iterable[str]) -> None:
-    """Writes a file atomically; if writing fails, an earlier file stays, without a part of the new one.
-
-    Args:
-        content: all of it, or its parts one after the other.
-    """
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file atomically; if writing fails, an earlier file stays, without a part of the new one."""
     part = path.with_name(path.name + ".part")
     try:
         if isinstance(content, str):
             part.write_text(content)
-        elif isinstance(content, bytes):
-            part.write_bytes(content)
         else:
-            with part.open("w") as file:
-                file.writelines(content)
+            part.write_bytes(content)
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)

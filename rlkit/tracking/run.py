@@ -24,7 +24,7 @@ from rlkit.tracking.files import (
     METRICS,
     PHASES,
     SAMPLES,
-    drop_rows,
+    drop_last_rows,
     keep_earlier_config,
     read_object,
     replace_file,
@@ -122,7 +122,7 @@ class Run:
         (self.out / METRICS).touch()
         for path in (self.out / METRICS, self.out / SAMPLES):
             if path.exists():
-                drop_rows(path, lambda row: row["step"] >= step + (row.get("kind") == "held-out"))
+                drop_last_rows(path, lambda row: row["step"] >= step + (row.get("kind") == "held-out"))
 
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
         """Yields the steps from `start` to `stop` - 1, with a progress bar. Removes earlier metrics of these steps."""

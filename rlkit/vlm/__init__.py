@@ -6,7 +6,6 @@ from rlkit.vlm.adapt import (
     encoder_modules,
     freeze,
     lora,
-    merged_parameters,
     quantize_base,
     trainable_summary,
     vision_tower_pattern,
@@ -20,6 +19,7 @@ from rlkit.vlm.chat_template import (
     encode_prompts,
     render,
 )
+from rlkit.vlm.checkpoint_weights import merged_parameters
 from rlkit.vlm.images import load_image
 from rlkit.vlm.loading import load_model, model_path
 from rlkit.vlm.processors import decode, load_processor, placeholder_ids, suppressed_token_ids

@@ -1,24 +1,16 @@
-"""Dropout off, freezing by name pattern, LoRA, 4-bit base weights, and weights under the names of checkpoint files."""
+"""Which weights of a model are trained: freezing by name pattern, LoRA and 4-bit base weights; and dropout off."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlkit.data.lookup import requires_extra
-from rlkit.vlm.families import (
-    CHECKPOINT_NAME_FAMILIES,
-    ENCODERS_WITHOUT_CONFIG,
-    TRANSPOSED_EXPERTS,
-    VISION_EXPERT_FAMILIES,
-    VISION_LAYERS_TOGETHER,
-    checkpoint_name,
-    recurrent_layers,
-)
+from rlkit.vlm.families import ENCODERS_WITHOUT_CONFIG, recurrent_layers
 from rlkit.vlm.nf4 import Nf4Linear, weight_counts
 
 
@@ -127,9 +119,12 @@ def freeze(model: nn.Module, pattern: str) -> list[str]:
     Raises:
         ValueError: no name matches. Otherwise a misspelt pattern would silently leave everything trainable.
     """
-    frozen = [name for name, _ in model.named_parameters() if re.search(pattern, name)]
+    names = [name for name, _ in model.named_parameters()]
+    frozen = [name for name in names if re.search(pattern, name)]
     if not frozen:
-        raise ValueError(f"pattern: expected a match in parameters of {sorted(_top_modules(model))}, got {pattern!r}")
+        raise ValueError(
+            f"pattern: expected a match in parameters of {sorted(set(map(_top_module, names)))}, got {pattern!r}"
+        )
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     return frozen
@@ -156,8 +151,9 @@ def disable_dropout(model: nn.Module) -> list[str]:
     return changed
 
 
-def _top_modules(model: nn.Module) -> set[str]:
-    return {".".join(name.split(".")[:2]) for name, _ in model.named_parameters()}
+def _top_module(name: str) -> str:
+    """The first two parts of a parameter's name, such as model.visual."""
+    return ".".join(name.split(".")[:2])
 
 
 def lora(
@@ -284,229 +280,11 @@ def trainable_summary(model: nn.Module) -> str:
     total = sum(weight_counts(model))
     quantized = sum(x.in_features * x.out_features for x in model.modules() if isinstance(x, Nf4Linear))
     in_nf4 = f"; {quantized / total:.1%} are frozen in 4 bits" if quantized else ""
-    parts = sorted({_part(name) for name, p in model.named_parameters() if p.requires_grad})
+    parts = sorted({_trained_part(name) for name, p in model.named_parameters() if p.requires_grad})
     return (
         f"{train:,} of {total:,} parameters train ({train / max(total, 1):.1%}): {', '.join(parts) or 'none'}{in_nf4}"
     )
 
 
-def _part(name: str) -> str:
-    kind = "LoRA in " if ".lora_" in name else ""
-    name = re.sub(r"^base_model\.model\.", "", name)
-    return kind + ".".join(name.split(".")[:2])
-
-
-def merged_parameters(
-    model: nn.Module,
-    full: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
-    bucket_bytes: int = 0,
-    cast: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter of the base model, with LoRA adapters merged and NF4 weights dequantized.
-
-    No reference to a tensor is kept once the next one is requested. To hold one tensor at a time, the caller has to
-    drop its own reference before that.
-
-    Args:
-        model: plain, or wrapped by `lora`.
-        full: turns sharded parameters into full tensors, one by one. It is called once per bucket, in the same order on
-            all ranks.
-        bucket_bytes: upper bound on the full size of the parameters and adapters in one call of `full`. A larger
-            parameter gets a call of its own; with 0 every parameter does.
-        cast: (name, parameter) -> the parameter in another dtype. It is called before `full`; for a parameter in NF4 or
-            with an adapter, after it has been dequantized and merged.
-    """
-    adapted = [module for module in model.modules() if "default" in getattr(module, "lora_A", ())]
-    adapters = {id(_adapted(module)): module for module in adapted}
-    quantized = {id(module.codes): module for module in model.modules() if isinstance(module, Nf4Linear)}
-    scales = {id(layer.scales) for layer in quantized.values()}
-    bucket: list[tuple[str, Any, Any, list[Tensor]]] = []
-    bucket_size = 0
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name or id(parameter) in scales:
-            continue
-        adapter, layer = adapters.get(id(parameter)), quantized.get(id(parameter))
-        name = re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", "")
-        parts = [parameter.detach()]
-        if layer is not None:
-            name = re.sub("codes$", "weight", name)
-            parts.append(layer.scales.detach())
-        if adapter is not None:
-            parts += [x.detach() for x in _lora_weights(adapter)]
-        if len(parts) == 1:
-            parts = [cast(name, *parts)]
-        size = sum(part.numel() * part.element_size() for part in parts)
-        if bucket and bucket_size + size > bucket_bytes:
-            yield from _merged(bucket, full, cast)
-            bucket, bucket_size = [], 0
-        bucket.append((name, layer, adapter, parts))
-        bucket_size += size
-    yield from _merged(bucket, full, cast)
-
-
-def _merged(bucket: Sequence[tuple[str, Any, Any, list[Tensor]]], full: Any, cast: Any) -> Iterator[tuple[str, Tensor]]:
-    tensors = iter(full([part for *_, parts in bucket for part in parts]))
-    for name, layer, adapter, parts in bucket:
-        tensor = next(tensors)
-        if layer is not None:
-            tensor = layer.dequantized(tensor, next(tensors))
-        if adapter is not None:
-            tensor = tensor + _delta(adapter, next(tensors), next(tensors)).to(tensor.dtype)
-        if len(parts) > 1:
-            tensor = cast(name, tensor)
-        yield name, tensor
-        del tensor  # free it before the next one is made
-
-
-def adapter_parameters(
-    model: nn.Module, full: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter, bucket_bytes: int = 0
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every LoRA parameter, with the names that peft's adapter files use.
-
-    Args:
-        model: wrapped by `lora`.
-        full: as for `merged_parameters`.
-        bucket_bytes: as for `merged_parameters`.
-    """
-    bucket: dict[str, Tensor] = {}
-    bucket_size = 0
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            continue
-        size = parameter.numel() * parameter.element_size()
-        if bucket and bucket_size + size > bucket_bytes:
-            yield from zip(bucket, full(list(bucket.values())), strict=True)
-            bucket, bucket_size = {}, 0
-        bucket[name.replace(".default.", ".")] = parameter.detach()
-        bucket_size += size
-    yield from zip(bucket, full(list(bucket.values())), strict=True)
-
-
-def _adapted(adapter: Any) -> Tensor:
-    """The base parameter of an adapter. For experts, which are not linear layers, peft adapts single parameters."""
-    if hasattr(adapter, "parameter_name"):
-        return adapter.get_param()
-    base = adapter.get_base_layer()
-    return base.codes if isinstance(base, Nf4Linear) else base.weight
-
-
-def _lora_weights(adapter: Any) -> list[Tensor]:
-    """A and B of the adapter."""
-    return [adapter.lora_A["default"].weight, adapter.lora_B["default"].weight]
-
-
-def _delta(adapter: Any, down: Tensor, up: Tensor) -> Tensor:
-    """The weight update of an adapter, float32: scale * B A, per expert if the parameter holds several experts."""
-    down, up = down.float(), up.float()
-    scale, experts = adapter.scaling["default"], getattr(adapter, "num_experts", 1)
-    if experts == 1:
-        delta = scale * (up @ down)
-        return delta.T if adapter.fan_in_fan_out else delta  # GPT-2 stores its weights transposed
-    down, up = down.view(experts, -1, down.shape[1]), up.view(len(up), -1, experts)
-    delta = scale * torch.einsum("ore,eri->eoi", up, down)
-    return delta.transpose(1, 2) if getattr(adapter.get_base_layer(), "is_transposed", False) else delta
-
-
-def converted_together(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Groups (name -> tensor) of parameters that transformers converts to the form of checkpoint files together.
-
-    In most families each parameter is converted alone. ERNIE 4.5 VL has experts for text and experts for images, which
-    its files number in one list. The files of Kimi K2.5 have one matrix for queries, keys and values of its vision
-    tower. To free the tensors of a group, the caller clears the dictionary.
-
-    Raises:
-        ValueError: experts for text without those for images, or the reverse.
-    """
-    family = model.config.model_type
-    if family in VISION_LAYERS_TOGETHER:
-        yield from _layers_together(parameters, VISION_LAYERS_TOGETHER[family])
-        return
-    waiting: dict[str, tuple[str, Tensor]] = {}
-    for name, tensor in parameters:
-        pair = re.sub(r"\.(text|vision)_moe\.", ".moe.", name)
-        group = dict([waiting.pop(pair)]) if pair in waiting else {}
-        group[name] = tensor
-        del tensor
-        if family not in VISION_EXPERT_FAMILIES or pair == name or len(group) == 2:
-            yield group
-        else:
-            waiting[pair] = group.popitem()
-    if waiting:
-        alone, _ = next(iter(waiting.values()))
-        raise ValueError(f"parameters: expected experts for text and for images of each layer, got only {alone}")
-
-
-def _layers_together(parameters: Iterable[tuple[str, Tensor]], layer: str) -> Iterator[dict[str, Tensor]]:
-    """Successive parameters whose names begin with the same match of a pattern; each other parameter alone."""
-    group: dict[str, Tensor] = {}
-    current = ""
-    for name, tensor in parameters:
-        found = re.match(layer, name)
-        if group and (found is None or found[0] != current):
-            yield group
-            group = {}
-        if found is None:
-            alone = {name: tensor}
-            del tensor
-            yield alone
-            del alone
-        else:
-            current, group[name] = found[0], tensor
-            del tensor
-    if group:
-        yield group
-
-
-def checkpoint_parameters(
-    model: Any, parameters: Iterable[tuple[str, Tensor]], renamed: dict[str, str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Convert (name, tensor) pairs of a transformers model to the names and tensors of its checkpoint files.
-
-    For example, transformers holds all experts of a layer in one tensor, while checkpoint files, and vLLM, have one
-    tensor per expert. A parameter whose tensor does not change keeps its name in the model, except for the families in
-    `CHECKPOINT_NAME_FAMILIES`. The names of a thinker begin with "thinker.".
-
-    Args:
-        renamed: name in the model -> name in the files, of parameters whose tensors do not change. A caller that
-            converts a model again and again passes the same dictionary: it is filled in the first call, and spares the
-            others the search for each name, half a second for 700 tensors.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    family, renamed = model.config.model_type, {} if renamed is None else renamed
-    for group in converted_together(model, parameters):
-        if len(group) == 1 and (file_name := renamed.get(next(iter(group)))) is not None:
-            yield file_name, group.popitem()[1]
-            continue
-        pieces = list(revert_weight_conversion(model, group).items())
-        is_one = len(group) == 1
-        name, tensor = group.popitem()
-        if family in TRANSPOSED_EXPERTS and ".mlp.experts." in name:  # transformers reads both layouts, writes its own
-            pieces = [(name, tensor.transpose(1, 2).contiguous())]
-        elif is_one and len(pieces) == 1 and pieces[0][1] is tensor:
-            pieces = [(pieces[0][0] if family in CHECKPOINT_NAME_FAMILIES else name, tensor)]
-            renamed[name] = checkpoint_name(family, pieces[0][0])
-        del tensor
-        group.clear()
-        while pieces:
-            name, piece = pieces.pop(0)
-            yield checkpoint_name(family, name), piece
-            del piece
-
-
-def checkpoint_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each buffer that is in a model's checkpoint files, such as the correction bias of a router.
-
-    Args:
-        model: from transformers, perhaps with adapters, or with modules that FSDP1 has wrapped. `state_dict()` would
-            say which buffers are saved, but FSDP1 gathers all weights there.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(path, recurse=False):
-            if name.rpartition(".")[2] in module._non_persistent_buffers_set:
-                continue
-            plain = name.replace(".base_layer", "").replace("_fsdp_wrapped_module.", "")
-            for renamed, tensor in revert_weight_conversion(model, {plain: buffer}).items():
-                yield checkpoint_name(model.config.model_type, renamed), tensor
+def _trained_part(name: str) -> str:
+    return ("LoRA in " if ".lora_" in name else "") + _top_module(name.removeprefix("base_model.model."))

@@ -1,4 +1,4 @@
-"""Encodes prompts in worker processes, so that decoding and resizing images takes no time from this one's Python.
+"""Encodes prompts in worker processes, so that this process does other work while images are decoded and resized.
 
 Each worker has a pipe of its own, from which it takes one row at a time. It ends when the other end of the pipe is
 closed, so none outlives this process, however that ends. Signals that end a run (Ctrl-C, SIGTERM) are left to this
@@ -36,6 +36,11 @@ EXIT_SECONDS = 10.0  # from the end of a worker's pipe to its exit
 
 class PromptWorkerError(RuntimeError):
     """A row cannot be sent to a worker process, or a worker has ended."""
+
+
+class _Worker(NamedTuple):
+    process: Any
+    pipe: Any
 
 
 class PromptEncoder:
@@ -105,7 +110,7 @@ class PromptEncoder:
             reply = worker.pipe.recv()
         except (EOFError, OSError) as error:
             worker.process.join(EXIT_SECONDS)
-            if worker.process.is_alive():  # the pipe is not to blame
+            if worker.process.is_alive():  # another error, such as too many open files
                 raise
             raise PromptWorkerError(
                 f"dataloader_num_workers: expected the prompt of {where}, got the end of its worker, process "
@@ -150,9 +155,36 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Worker(NamedTuple):
-    process: Any
-    pipe: Any
+def _from_shared_memory(reply: _Reply, row: Row) -> Sample:
+    """The sample in memory of this process. Shared memory is small in containers, and takes an open file a tensor."""
+    images = []
+    for pixels, info in reply.images:
+        images.append(image := Image.fromarray(pixels.numpy()))
+        image.info = info
+    videos = [
+        Video(frames.numpy().copy(), video.fps, video.sound)
+        for frames, video in zip(reply.frames, reply.sample.videos, strict=True)
+    ]
+    return replace(
+        reply.sample,
+        row={**row, "thinking_opened": True} if reply.thinking_opened else row,
+        vision={name: x.clone() for name, x in reply.sample.vision.items()},
+        images=images,
+        videos=videos,
+    )
+
+
+def _ending(code: int | None) -> str:
+    """How a process ended, from its exit code."""
+    if code is None or code >= 0:
+        return f"with exit code {code}; see its traceback"
+    number = signal.Signals(-code)
+    if number not in (signal.SIGKILL, signal.SIGBUS):
+        return f"by {number.name}"
+    return f"by {number.name}; if nobody has killed it, memory or /dev/shm was full: use fewer workers"
+
+
+# --- in a worker process
 
 
 class _Reply(NamedTuple):
@@ -197,32 +229,3 @@ def _reply(processor: Any, row: Row, options: dict[str, Any]) -> _Reply | Except
         [(torch.from_numpy(np.array(image)), image.info) for image in sample.images],
         [torch.from_numpy(video.frames) for video in sample.videos],
     )
-
-
-def _from_shared_memory(reply: _Reply, row: Row) -> Sample:
-    """The sample in memory of this process. Shared memory is small in containers, and takes an open file a tensor."""
-    images = []
-    for pixels, info in reply.images:
-        images.append(image := Image.fromarray(pixels.numpy()))
-        image.info = info
-    videos = [
-        Video(frames.numpy().copy(), video.fps, video.sound)
-        for frames, video in zip(reply.frames, reply.sample.videos, strict=True)
-    ]
-    return replace(
-        reply.sample,
-        row={**row, "thinking_opened": True} if reply.thinking_opened else row,
-        vision={name: x.clone() for name, x in reply.sample.vision.items()},
-        images=images,
-        videos=videos,
-    )
-
-
-def _ending(code: int | None) -> str:
-    """How a process ended, from its exit code."""
-    if code is None or code >= 0:
-        return f"with exit code {code}; see its traceback"
-    number = signal.Signals(-code)
-    if number not in (signal.SIGKILL, signal.SIGBUS):
-        return f"by {number.name}"
-    return f"by {number.name}; if nobody has killed it, memory or /dev/shm was full: use fewer workers"

@@ -43,8 +43,8 @@ def weight_files(path: str, *, local_only: bool = False) -> list[str]:
     return [single] if single else []
 
 
-def only_pickles(path: str) -> bool:
-    """Whether a directory has a model's weights, and not in safetensors. Each rank then reads all of them."""
+def has_only_pickled_weights(path: str) -> bool:
+    """Whether a directory has pickled weights and no safetensors. Each rank then has to read all of the weights."""
     names = [file.name for file in Path(path).glob("*")]
     return any(name.startswith(PICKLED) for name in names) and SINGLE not in names and INDEX not in names
 

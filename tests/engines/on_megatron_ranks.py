@@ -42,7 +42,7 @@ from rlkit.engines.megatron.weights import is_tied_copy, megatron_to_hf  # noqa:
 from rlkit.engines.value_head import load_value_model, with_value_head  # noqa: E402
 from rlkit.plan import megatron as plan  # noqa: E402
 from rlkit.vlm import load_model  # noqa: E402
-from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
+from rlkit.vlm.checkpoint_weights import checkpoint_parameters  # noqa: E402
 
 VISION, GROUP = ("vl", "shared-vl"), 4  # kinds of model with images; answers to each prompt of the "shared" kinds
 ROWS, VOCABULARY, IMAGE, SUPPRESSED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47

@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import is_liger_kernel_available
 
 from rlkit.engines.distributed import full_tensor
-from rlkit.engines.fsdp.fsdp2 import use_liger_kernels
+from rlkit.engines.fsdp.liger import use_liger_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

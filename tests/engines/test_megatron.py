@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlkit.engines import make_engine
 from rlkit.vlm import freeze, load_model, lora, vision_tower_pattern
-from rlkit.vlm.adapt import checkpoint_parameters
+from rlkit.vlm.checkpoint_weights import checkpoint_parameters
 from rlkit.vlm.routers import use_router_replay
 
 HERE = Path(__file__).parent
@@ -34,10 +34,11 @@ from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
 
 from rlkit.engines.megatron import weights  # noqa: E402
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
+from rlkit.engines.megatron.hf_tensors import files_to_module  # noqa: E402
 from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
 from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
 from rlkit.engines.megatron.supported import ParallelDims, check_supported  # noqa: E402
-from rlkit.engines.megatron.weights import copy_local_part, files_to_module  # noqa: E402
+from rlkit.engines.megatron.weights import copy_local_part  # noqa: E402
 from rlkit.engines.model_files import open_slices  # noqa: E402
 
 

@@ -21,7 +21,7 @@ from rlkit.engines import make_engine
 from rlkit.engines.megatron import attention, engine, model, vocab_parallel
 from rlkit.engines.megatron.supported import ParallelDims
 from rlkit.losses import token_mean
-from rlkit.plan import megatron
+from rlkit.plan import megatron, megatron_links
 from rlkit.plan.kernels import _Flash, planned_head
 from rlkit.plan.workload import largest_micro_batches, longest_batch, packed_rows
 
@@ -90,9 +90,9 @@ def planned_and_taken(name):
     own = replace(workload, prompts=found["rows"] // workload.group_size)
     forwards = 2 if recompute else 1
     tokens = sum(one.tokens(own) for one in packed_rows(own, cfg.micro_batch_tokens, share_prompts=share))
-    groups, size = megatron.groups(dims, ranks, ranks), megatron.model_size(hf_model, dims, ranks)
-    sent = megatron.activation_link_bytes(hf_model.config, dims, groups, tokens, forwards=forwards, backwards=1)
-    planned["sent"] = (megatron.update_link_bytes(size, groups) + sent).machine
+    groups, size = megatron_links.groups(dims, ranks, ranks), megatron.model_size(hf_model, dims, ranks)
+    sent = megatron_links.activation_link_bytes(hf_model.config, dims, groups, tokens, forwards=forwards, backwards=1)
+    planned["sent"] = (megatron_links.update_link_bytes(size, groups) + sent).machine
     return {"planned": planned, "taken": found}
 
 

@@ -17,7 +17,7 @@ from published_configs import qwen_vl  # noqa: E402
 
 from rlkit.engines.megatron.supported import ParallelDims  # noqa: E402
 from rlkit.plan import __main__ as command_line  # noqa: E402
-from rlkit.plan import megatron  # noqa: E402
+from rlkit.plan import megatron_links  # noqa: E402
 from rlkit.plan.cache import cache_bytes  # noqa: E402
 from rlkit.plan.fit import Plan, loading, make_plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
@@ -220,11 +220,11 @@ def test_what_experts_send():
     """A token goes to 2 experts and back in each of 3 passes, half of the times to the other of 2 ranks."""
     options = {"hidden_size": 32, "num_hidden_layers": 2, "num_experts_per_tok": 2, "num_attention_heads": 4}
     config, dims = AutoConfig.for_model("qwen3_moe", **options), ParallelDims(expert=2)
-    ranks = megatron.groups(dims, 4, gpus_per_node=8)
-    sent = megatron.activation_link_bytes(config, dims, ranks, 60, forwards=2, backwards=1)
+    ranks = megatron_links.groups(dims, 4, gpus_per_node=8)
+    sent = megatron_links.activation_link_bytes(config, dims, ranks, 60, forwards=2, backwards=1)
     assert sent == LinkBytes(2 * 60 * 2 * 3 * 2 * 2 * 32 / 2)
     size = ModelSize(200, 400, trained=200, trained_experts=100)
-    assert megatron.update_link_bytes(size, ranks) == LinkBytes(6 * (100 * 3 / 4 + 100 * 1 / 2))
+    assert megatron_links.update_link_bytes(size, ranks) == LinkBytes(6 * (100 * 3 / 4 + 100 * 1 / 2))
 
 
 def test_what_stages_send():
@@ -233,8 +233,8 @@ def test_what_stages_send():
     for pipeline, expected in ((1, 0), (2, 1), (3, 2)):
         dims = ParallelDims(pipeline=pipeline)
         for gpus_per_node, link in ((3, LinkBytes(machine=1)), (2, LinkBytes(network=1))):
-            ranks = megatron.groups(dims, pipeline, gpus_per_node)
-            sent = megatron.activation_link_bytes(config, dims, ranks, 60, forwards=2, backwards=1)
+            ranks = megatron_links.groups(dims, pipeline, gpus_per_node)
+            sent = megatron_links.activation_link_bytes(config, dims, ranks, 60, forwards=2, backwards=1)
             assert sent == expected * 2 * 60 * 32 * (LinkBytes(machine=1) if pipeline <= gpus_per_node else link)
 
 

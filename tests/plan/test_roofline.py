@@ -8,7 +8,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from rlkit.engines.flops import forward_flops
 from rlkit.engines.megatron.supported import ParallelDims
-from rlkit.plan import megatron
+from rlkit.plan import megatron, megatron_links
 from rlkit.plan.hardware import gpu_named
 from rlkit.plan.links import Group, LinkBytes, all_gather, all_reduce, all_to_all, group, send
 from rlkit.plan.recipes import load_recipe
@@ -106,7 +106,7 @@ def test_each_mini_batch_is_an_optimizer_step(cfg):
     assert found[4].memory == 2 * 4 * (micro_batch + adamw)
     assert found[1].flops == found[3].flops == found[4].flops > 0
     if cfg is MEGATRON:
-        update = megatron.update_link_bytes(three.models["policy"], megatron.groups(ParallelDims(), 16, 8))
+        update = megatron_links.update_link_bytes(three.models["policy"], megatron_links.groups(ParallelDims(), 16, 8))
         assert found[3].link == 6 * update and found[1].link == 2 * update != LinkBytes()
     assert optimizer_steps(SimpleNamespace(updates_per_batch=3)) == passes(SimpleNamespace(updates_per_batch=3)) == 3
 
@@ -142,13 +142,13 @@ def test_a_stage_of_megatron_reads_its_part_of_the_weights():
 
 def test_tensor_parallel_traffic_stays_on_its_machine():
     """8 tensor ranks, 2 data-parallel ones on 2 machines: all-reduces on NVLink, gradients over the network."""
-    ranks = megatron.groups(ParallelDims(tensor=8), 16, gpus_per_node=8)
+    ranks = megatron_links.groups(ParallelDims(tensor=8), 16, gpus_per_node=8)
     assert (ranks.tensor, ranks.data) == (Group(8, 8), Group(2, 1))
-    sent = megatron.activation_link_bytes(LLAMA, ParallelDims(tensor=8), ranks, 10, forwards=1, backwards=1)
+    sent = megatron_links.activation_link_bytes(LLAMA, ParallelDims(tensor=8), ranks, 10, forwards=1, backwards=1)
     assert sent == LinkBytes(machine=2 * 2 * 2 * 2 * (10 * 2 * 64) * 7 / 8)  # layers, blocks, passes, all-reduce
-    assert megatron.update_link_bytes(ModelSize(0, 0, trained=100), ranks) == LinkBytes(network=6 * 100 / 2)
+    assert megatron_links.update_link_bytes(ModelSize(0, 0, trained=100), ranks) == LinkBytes(network=6 * 100 / 2)
     whole = ModelSize(parameters=800, weights=200)
-    assert megatron.sync_link_bytes(whole, ParallelDims(tensor=8), ranks) == LinkBytes(machine=1600 * 7 / 8)
+    assert megatron_links.sync_link_bytes(whole, ParallelDims(tensor=8), ranks) == LinkBytes(machine=1600 * 7 / 8)
 
 
 def test_the_last_round_of_decoding_has_fewer_caches():

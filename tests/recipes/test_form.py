@@ -14,7 +14,7 @@ import helpers  # noqa: E402
 from helpers import RECIPES, numbers, text_dir, warm_dir  # noqa: E402, F401
 
 from rlkit import runs  # noqa: E402
-from rlkit.runs import options  # noqa: E402
+from rlkit.runs import command_line, options  # noqa: E402
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.py"))
 TRAINING = [name for name in NAMES if name != "evaluate"]
@@ -139,9 +139,9 @@ def test_a_shared_option_has_one_help_text(name):
         option: text
         for group in vars(options).values()
         if isinstance(group, type) and group.__module__ == options.__name__
-        for option, text in options._help_texts(group).items()
+        for option, text in command_line._help_texts(group).items()
     }
-    groups = options.option_groups(config)
+    groups = command_line.option_groups(config)
     inherited = {
         option: text for owner, texts in groups.items() if owner is not config for option, text in texts.items()
     }
@@ -149,7 +149,7 @@ def test_a_shared_option_has_one_help_text(name):
     own = set(groups.get(config, {}))  # sft has none
     if name != "evaluate":  # its --task takes several
         assert own & set(shared) == set()
-    assert set(options._help_texts(config)) == own  # a new default has no text of its own
+    assert set(command_line._help_texts(config)) == own  # a new default has no text of its own
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from rlkit.rollout import AsyncSampler, Sampling
 from rlkit.rollout.adapters import adapter_folder, serialize_adapter
 from rlkit.rollout.serve import serving
 from rlkit.vlm import load_model, lora
-from rlkit.vlm.adapt import adapter_parameters
+from rlkit.vlm.checkpoint_weights import adapter_parameters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from standin import VllmStandin

@@ -19,7 +19,7 @@ from vllm_models import register
 
 from rlkit.rollout.vllm_requests import as_trainer_tokens, vision_chunk_prompt
 from rlkit.vlm import tiny_text_tokenizer
-from rlkit.vlm.adapt import checkpoint_buffers, checkpoint_parameters
+from rlkit.vlm.checkpoint_weights import checkpoint_buffers, checkpoint_parameters
 
 KIMI_IMAGES = {
     "in_patch_limit": 64, "patch_size": 4, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_kernel_size": 2,

@@ -72,6 +72,11 @@ def expected():
     error = stdev(rewards) / len(rewards) ** 0.5
     return {
         "metrics": metrics,
-        "accuracy": {"accuracy": fmean(rewards), "accuracy_error": error, "unjudged": unjudged},
+        "accuracy": {
+            "accuracy": fmean(rewards),
+            "accuracy_error": error,
+            "accuracy_rows": len(rewards),
+            "unjudged": unjudged,
+        },
         "stops": [share < unjudged / len(EVERY) for share in (0.1, 0.3, 0.4, 1.0)],
     }

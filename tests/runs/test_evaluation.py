@@ -13,6 +13,8 @@ import torch
 from rlkit.engines.distributed import init_distributed
 from rlkit.report.intervals import confidence_interval, intervals
 from rlkit.runs import (
+    Answers,
+    Prompts,
     evaluate_at_start,
     evaluate_every,
     mean_and_error,
@@ -22,6 +24,7 @@ from rlkit.runs import (
     with_intervals,
 )
 from rlkit.runs.evaluation import best_step, keep_best_of_all
+from rlkit.runs.heldout import sampled_heldout
 from rlkit.tracking import EVAL, Run
 
 
@@ -77,12 +80,13 @@ def test_intervals_of_other_values():
 
 
 def test_intervals_by_name():
-    found = {"accuracy_after": 1.0, "accuracy_error_after": 0.0, "unjudged_after": 6, "heldout": 10, "loss_after": 2.0}
+    found = {"accuracy_after": 1.0, "accuracy_error_after": 0.0, "accuracy_rows_after": 4, "unjudged_after": 6,
+             "heldout": 10, "loss_after": 2.0}  # fmt: skip
     assert intervals(found, 10, "_after") == {"accuracy_after": confidence_interval(1.0, 0.0, 4)}
     assert intervals(found, 10) == {} and intervals({"a": math.nan, "a_error": 0.1}, None) == {}
     small = {"loss": 0.02, "loss_error": 0.02, "pass@4": 0.02, "pass@4_error": 0.02}
     assert intervals(small, 50)["loss"] == pytest.approx((-0.0192, 0.0592)) and intervals(small, 50)["pass@4"][0] > 0
-    few = {"pass@4": 0.5, "pass@4_error": 0.5}  # of 2 of 50 rows: the only ones with 4 judged answers
+    few = {"pass@4": 0.5, "pass@4_error": 0.5, "pass@4_rows": 2}  # of 50 rows
     assert 0 < intervals(few, 50)["pass@4"][0] and intervals(few, 50)["pass@4"][1] < 1
     for name in ("acc", "acc_norm", "exact_match strict-match", "match accuracy"):  # of other tools
         assert intervals({name: 0.99, f"{name}_error": 0.01}, 100) == {name: confidence_interval(0.99, 0.01, 100)}
@@ -90,6 +94,24 @@ def test_intervals_by_name():
         assert intervals({name: 0.5, f"{name}_error": 0.1}, 100)[name] == pytest.approx((0.304, 0.696))
     texts = with_intervals(found, 10, "_after")
     assert texts == {"accuracy_after": "1.000 (95 %: 0.510 to 1.000)", "unjudged_after": "6.000", "loss_after": "2.000"}
+
+
+def test_the_interval_of_sampled_answers_counts_their_rows():
+    """Not those with a judged greedy answer."""
+    right, nan = 1.0, math.nan
+    rewards = [[right] * 4, [right] * 4, [nan] * 4, [right, right, nan, nan], [right, nan, nan, nan]]
+    sampler = SimpleNamespace(
+        cfg=SimpleNamespace(heldout_samples=4, max_new_tokens=1, temperature=1.0),
+        engine=SimpleNamespace(global_sum=lambda x: x),
+        sync_and_sample=lambda *_, **__: Answers([], torch.tensor(rewards).flatten()),
+    )
+    found = sampled_heldout(sampler, Prompts([], []))
+    rows = {"sampled": 4, "pass@1": 4, "pass@2": 3, "pass@4": 2}
+    assert {name: found[f"{name}_rows"] for name in rows} == rows
+    greedy = {"accuracy": 1.0, "accuracy_error": 0.0, "accuracy_rows": 5.0, "unjudged": 3.0}
+    assert intervals(greedy | found, 8) == {
+        name: confidence_interval(1.0, 0.0, count) for name, count in {"accuracy": 5, **rows}.items()
+    }
 
 
 def measured(*accuracies):

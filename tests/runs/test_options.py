@@ -23,7 +23,8 @@ from rlkit.runs import (
     load_named_task,
     parse_options,
 )
-from rlkit.runs.options import check_ranges, option_groups
+from rlkit.runs.command_line import option_groups
+from rlkit.runs.options import check_ranges
 
 
 @dataclass

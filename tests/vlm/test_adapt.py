@@ -29,7 +29,7 @@ from rlkit.vlm import (
     trainable_summary,
     vision_tower_pattern,
 )
-from rlkit.vlm.adapt import checkpoint_parameters, converted_together
+from rlkit.vlm.checkpoint_weights import checkpoint_parameters, converted_together
 from rlkit.vlm.families import PUBLISHED_NAMES
 from rlkit.vlm.tiny import tiny_config
 

@@ -28,6 +28,7 @@ from rlkit.engines.distributed import (
     reduce_metrics,
 )
 from rlkit.engines.export import export_adapter, export_hf
+from rlkit.engines.fsdp.liger import use_liger_kernels
 from rlkit.engines.fsdp.outputs import (
     chunks_from_hidden,
     chunks_of_logits,
@@ -60,7 +61,12 @@ from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.sampler_dtype import sampler_dtype
 from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import TopkLogprobs
-from rlkit.vlm.adapt import adapter_parameters, checkpoint_buffers, checkpoint_parameters, merged_parameters
+from rlkit.vlm.checkpoint_weights import (
+    adapter_parameters,
+    checkpoint_buffers,
+    checkpoint_parameters,
+    merged_parameters,
+)
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import compute_as_published
@@ -437,10 +443,12 @@ class Fsdp2Engine:
                     f"get_adapter: expected adapters to be all that is trained, got {name}, too; get_per_tensor_param "
                     "returns all weights, with the adapters merged"
                 )
-        gather = partial(_full_tensors_in, dtype=dtype)
-        return self.module.peft_config["default"], self._iterate_on_device(
-            adapter_parameters(self.module, gather, bucket_bytes)
-        )
+
+        def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+            return full_tensors(tensors if dtype is None else [x.to(dtype) for x in tensors])
+
+        adapters = adapter_parameters(self.module, gather, bucket_bytes)
+        return self.module.peft_config["default"], self._iterate_on_device(adapters)
 
     def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, under the names of the module without adapters."""
@@ -487,7 +495,7 @@ class Fsdp2Engine:
         trains = {parameter: parameter.requires_grad for parameter in self.module.parameters()}
         try:
             with self.module.disable_adapter():  # peft freezes the adapters here
-                # but FSDP looks up in its first forward which weights train, and their dtype
+                # FSDP's first forward looks up which weights are trained, so they must not be frozen in it
                 _set_requires_grad(trains)
                 yield
         finally:
@@ -711,36 +719,7 @@ def _set_requires_grad(trains: Mapping[nn.Parameter, bool]) -> None:
         parameter.requires_grad_(train)
 
 
-def _full_tensors_in(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[Tensor]:
-    """`full_tensors`, cast before they are gathered."""
-    return full_tensors(tensors if dtype is None else [x.to(dtype) for x in tensors])
-
-
 def _on_device(model: Any, device: torch.device) -> Any:
     """The model on a device. A model that is there already is not touched, since fake tensors cannot be moved."""
     tensors = [*model.parameters(), *model.buffers()]
     return model if all(x.device == device for x in tensors) else model.to(device)
-
-
-def use_liger_kernels(model: Any, device: torch.device) -> bool:
-    """Replace norms and gated layers of a model on a GPU by Liger's Triton kernels, if liger-kernel is installed.
-
-    Applied by transformers' own function (https://arxiv.org/abs/2410.10989), without two of its kernels. Liger's loss
-    is not needed: `linear_logprobs` does its work, with a temperature. Liger's rotary embedding would be used by every
-    model of the process. So would Liger's norms by models of the same family that are made later.
-
-    Args:
-        model: from transformers, before it is sharded.
-        device: where it will run; Triton needs a GPU.
-
-    Returns:
-        Whether the model has such kernels now; False also for a family that Liger does not support.
-    """
-    from transformers.utils import is_liger_kernel_available
-
-    if device.type != "cuda" or not is_liger_kernel_available():
-        return False
-    from transformers.integrations import apply_liger_kernel
-
-    apply_liger_kernel(model, {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False})
-    return any("forward" in vars(module) for module in model.modules())

@@ -53,6 +53,7 @@ from rlkit.engines.logit_functions import (
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.megatron.attention import context_parallel_inputs
 from rlkit.engines.megatron.cpu import HOST, cuda_calls_on_host
+from rlkit.engines.megatron.hf_tensors import LM_HEAD, HFTensor, hf_tensors, readable_tensors
 from rlkit.engines.megatron.model import (
     build_model,
     check_routed_experts,
@@ -72,15 +73,11 @@ from rlkit.engines.megatron.optimizer import (
 from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe, padded_vocabulary
 from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.engines.megatron.weights import (
-    LM_HEAD,
-    HFTensor,
     copy_local_part,
     embedding_name,
     freeze_parameters,
     full_parameters,
-    hf_tensors,
     map_parameters,
-    readable_tensors,
     tensors_of_stages,
 )
 from rlkit.engines.offload import Offloaded, without_memory_of
@@ -184,7 +181,7 @@ class MegatronEngine:
         self.processor, self.config, self.spec = processor, model.config, position_spec(model.config)
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
         self.share_prompts, self.router_replay, self.keep_gradients = share_prompts, router_replay, keep_gradients
-        self.suppressed_token_ids = self._suppressed(suppressed_token_ids)
+        self.suppressed_token_ids = self._suppressed_with_padding(suppressed_token_ids)
         dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         with cuda_calls_on_host(self.device):
             self._make_groups()
@@ -208,7 +205,7 @@ class MegatronEngine:
         if router_replay and not is_moe(model.config):
             raise ValueError(f"router_replay: expected a mixture of experts, got {model.config.model_type}")
 
-    def _suppressed(self, token_ids: Tensor | None) -> Tensor | None:
+    def _suppressed_with_padding(self, token_ids: Tensor | None) -> Tensor | None:
         """The suppressed token ids and those beyond the vocabulary, which only make it divisible by tensor ranks."""
         padding = range(self.config.get_text_config().vocab_size, padded_vocabulary(self.config, self.dims))
         all_ids = [*([] if token_ids is None else token_ids.tolist()), *padding]
@@ -267,9 +264,9 @@ class MegatronEngine:
         batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
         self.module.train()
 
-        def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-            out = self._outputs(part, inputs, result, outputs, logit_functions or {})
-            loss, metrics = compute_loss(loss_fn, out, part.to(self.device))
+        def finish(rows: list[int], mb: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+            out = self._outputs(mb, inputs, result, outputs, logit_functions or {})
+            loss, metrics = compute_loss(loss_fn, out, mb.to(self.device))
             return loss, torch.zeros((), dtype=torch.int), metrics
 
         with cuda_calls_on_host(self.device):
@@ -301,8 +298,8 @@ class MegatronEngine:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
         self.module.eval()
 
-        def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-            tensors = self._outputs(part, inputs, result, outputs, {}).tensors
+        def finish(rows: list[int], mb: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+            tensors = self._outputs(mb, inputs, result, outputs, {}).tensors
             return result.new_zeros(()), torch.zeros((), dtype=torch.int), (rows, tensors)
 
         with cuda_calls_on_host(self.device):
@@ -339,9 +336,9 @@ class MegatronEngine:
     ) -> tuple[Tensor, Any]:
         """The forward of one micro-batch, and the function that the last stage calls with the result."""
         rows, dummy = next(pieces)
-        part = batch.select(rows)
+        mb = batch.select(rows)
         row = prepare_model_inputs(
-            part, self.spec, HOST, share_prompts=self.share_prompts, dummy=dummy, router_replay=self.router_replay
+            mb, self.spec, HOST, share_prompts=self.share_prompts, dummy=dummy, router_replay=self.router_replay
         )
         inputs = context_parallel_inputs(
             row,
@@ -351,11 +348,11 @@ class MegatronEngine:
             device=self.device,
         )
         embedded = embed_with_media(self.model, inputs.kwargs, row.kwargs, self.config)
-        return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, part, inputs)
+        return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, mb, inputs)
 
     def _outputs(
         self,
-        part: Batch,
+        mb: Batch,
         inputs: ModelInputs,
         result: Tensor,
         outputs: Sequence[str],
@@ -363,9 +360,9 @@ class MegatronEngine:
     ) -> Outputs:
         """[1, n, H] hidden states, or [1, n, 1] values, of the last stage -> [B, T] of whole rows."""
         selected = result[0][inputs.logits_to_keep]
-        of_functions = self._of_functions(logit_functions, part, inputs, selected) if logit_functions else {}
+        results = self._logit_function_results(logit_functions, mb, inputs, selected) if logit_functions else {}
         known = self._results(selected, inputs)
-        results = {**of_functions, **{name: known[name] for name in outputs}}
+        results |= {name: known[name] for name in outputs}
         tensors = {name: inputs.scatter(x) for name, x in results.items()}
         if self.dims.context > 1:  # each token is on one rank; backward gives each rank the gradient of its own
             group = parallel_state.get_context_parallel_group()
@@ -390,17 +387,17 @@ class MegatronEngine:
         weight = self.model.output_layer.weight
         return self.model.embedding.word_embeddings.weight if weight is None else weight  # tied, on the same stage
 
-    def _of_functions(
-        self, functions: Mapping[str, LogitFunction], part: Batch, inputs: ModelInputs, selected: Tensor
+    def _logit_function_results(
+        self, functions: Mapping[str, LogitFunction], mb: Batch, inputs: ModelInputs, selected: Tensor
     ) -> dict[str, Tensor]:
         """[K'] values of `logit_functions`; each piece of logits is gathered over the tensor ranks."""
-        tokens = part.unpadded_at(inputs.output_indices)
-        unpadded = {name: x[tokens].to(self.device) for name, x in part.unpadded.items()}
+        tokens = mb.unpadded_at(inputs.output_indices)
+        unpadded = {name: x[tokens].to(self.device) for name, x in mb.unpadded.items()}
+        hidden = selected[: len(tokens)]
         results = {}
         for name, function in functions.items():
-            of_slice = partial(_of_full_logits, function, self.suppressed_token_ids)
-            own = selected[: len(tokens)]
-            results[name] = apply_to_hidden_states(of_slice, own, self._head_weight(), unpadded)
+            of_slice = partial(_apply_to_full_logits, function, self.suppressed_token_ids)
+            results[name] = apply_to_hidden_states(of_slice, hidden, self._head_weight(), unpadded)
         return results
 
     @torch.no_grad()
@@ -408,9 +405,9 @@ class MegatronEngine:
         """The K likeliest tokens in place of each token of the mask; see `Fsdp2Engine.topk_logprobs`."""
         self.module.eval()
 
-        def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+        def finish(rows: list[int], mb: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
             top = topk_of_chunks(self._logit_chunks(result[0][inputs.logits_to_keep]), k, self.temperature)
-            tokens = batch.unpadded_rows(rows)[part.unpadded_at(inputs.output_indices)]
+            tokens = batch.unpadded_rows(rows)[mb.unpadded_at(inputs.output_indices)]
             found = (tokens, *(x[: len(tokens)].cpu() for x in top))
             return result.new_zeros(()), torch.zeros((), dtype=torch.int), found
 
@@ -430,7 +427,7 @@ class MegatronEngine:
         """The logits [N, V] in chunks of tokens, -inf at suppressed tokens, without gradient."""
         for piece in selected.split(tokens_per_chunk(selected, padded_vocabulary(self.config, self.dims))):
             logits = head_logits(piece, self._head_weight(), None, None)
-            yield _of_full_logits(lambda full, _: full, self.suppressed_token_ids, logits, {})
+            yield _apply_to_full_logits(lambda full, _: full, self.suppressed_token_ids, logits, {})
 
     def output_layer(self) -> Callable[[Tensor], Tensor]:
         """Raises a ValueError: its parts are on several ranks."""
@@ -527,12 +524,10 @@ class MegatronEngine:
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and optimizer state to the host, e.g. while a sampler needs the GPU, or back."""
-        if self.device.type != "cpu":
-            self._move(to_host=torch.device(device).type == "cpu", model=model, optimizer=optimizer)
-
-    def _move(self, *, to_host: bool, model: bool, optimizer: bool) -> None:
-        """Megatron's own functions are not used: they separate a float32 weight from the optimizer's view of it."""
-        weights = list(self.model.parameters())
+        if self.device.type == "cpu":
+            return
+        # Megatron's own functions would separate a float32 weight from the optimizer's view of it
+        to_host, weights = torch.device(device).type == "cpu", list(self.model.parameters())
         if model:
             self._weights_on_host.unload(weights) if to_host else self._weights_on_host.load()
         if optimizer and self.optimizer is not None:
@@ -542,7 +537,7 @@ class MegatronEngine:
             self._state_on_host.unload(state) if to_host else self._state_on_host.load()
 
 
-def _of_full_logits(
+def _apply_to_full_logits(
     function: LogitFunction, suppressed: Tensor | None, logits: Tensor, unpadded: Mapping[str, Tensor]
 ) -> Tensor:
     """A function of the whole vocabulary, of which each tensor rank has the logits of a slice."""

@@ -22,16 +22,14 @@ from torch import Tensor, nn
 
 from rlkit.engines.checkpoint import TensorReader, parameters_with_moments
 from rlkit.engines.distributed import all_reduce
+from rlkit.engines.megatron.hf_tensors import files_to_module, module_name, module_to_file
 from rlkit.engines.megatron.weights import (
     MappedParameter,
     copy_local_part,
-    files_to_module,
     gather_parts,
     is_expert,
     is_tied_copy,
     megatron_to_hf,
-    module_name,
-    module_to_file,
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from rlkit.engines.model_files import check_weights, open_slices
-from rlkit.vlm.loading import other_head_message
-from rlkit.vlm.weight_files import report_unused
+from rlkit.engines.megatron.hf_tensors import LM_HEAD, HFTensor, shape_of
 
-LM_HEAD = "lm_head.weight"
 # the names of Megatron's parameters -> the names of the Hugging Face tensors that they are made of
 OUTSIDE_LAYERS = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
@@ -46,8 +41,6 @@ IN_LAYER = {
     "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
 }
 EXPERT_PROJECTIONS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
-HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all experts of a layer, in the transformers module
 
 
 # --- names
@@ -121,6 +114,21 @@ def is_expert(parameter: Any) -> bool:
     return getattr(parameter, "is_expert", False)
 
 
+def freeze_parameters(parameters: Sequence[MappedParameter], tensors: Mapping[str, HFTensor]) -> None:
+    """Freeze the parameters that are frozen in the transformers model.
+
+    Raises:
+        ValueError: a parameter of Megatron is made of frozen and of trained tensors.
+    """
+    for parameter, names in parameters:
+        if len({tensors[name].trains for name in names}) > 1:
+            raise ValueError(
+                f"model: expected {', '.join(names)}, which are one matrix in Megatron, to be all frozen or all "
+                "trained, got both"
+            )
+        parameter.requires_grad_(tensors[names[0]].trains)
+
+
 # --- Hugging Face tensors -> this rank's part of a parameter
 
 
@@ -162,7 +170,8 @@ def _places(part: Tensor, tensors: Sequence[Any], parameter: Any, config: Transf
         return part.chunk(len(tensors))  # one tensor, gate and up, or experts
     ranks = config.tensor_model_parallel_size
     kv_heads = config.num_query_groups // ranks
-    sizes = [_shape(tensor)[0] // ranks // kv_heads for tensor in tensors]  # queries, keys, values of a key-value head
+    # rows of queries, of keys and of values for each key-value head
+    sizes = [shape_of(tensor)[0] // ranks // kv_heads for tensor in tensors]
     return part.unflatten(0, (kv_heads, -1)).split(sizes, 1)
 
 
@@ -171,14 +180,10 @@ def _local_slice(tensor: Any, parameter: Any) -> Tensor:
     if not getattr(parameter, "tensor_model_parallel", False):
         return tensor[:]
     ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    dim, length = parameter.partition_dim, _shape(tensor)[parameter.partition_dim]
+    dim, length = parameter.partition_dim, shape_of(tensor)[parameter.partition_dim]
     size = -(-length // ranks)
     span = slice(min(rank * size, length), min((rank + 1) * size, length))
     return tensor[span] if dim == 0 else tensor[:, span]
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
 
 
 # --- full tensors of Megatron -> Hugging Face tensors
@@ -220,166 +225,6 @@ def _gather_async(local: Tensor, parameter: Any) -> Callable[[], Tensor]:
         return torch.cat(parts, dim)
 
     return wait
-
-
-# --- tensors of the files <-> parameters of the transformers module
-
-
-def module_name(name: str) -> str:
-    """The parameter of the transformers module that a tensor of the files belongs to: a layer's experts are one."""
-    expert = HF_EXPERT.fullmatch(name)
-    if expert is None:
-        return name
-    return f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}"
-
-
-def files_to_module(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their names in files -> by names of the transformers module; all experts of a layer must be there."""
-    experts: dict[str, dict[int, dict[str, Tensor]]] = {}  # module name -> expert -> projection -> tensor
-    merged = {}
-    for name, tensor in tensors.items():
-        if (expert := HF_EXPERT.fullmatch(name)) is None:
-            merged[name] = tensor
-        else:
-            experts.setdefault(module_name(name), {}).setdefault(int(expert[2]), {})[expert[3]] = tensor
-    for name, by_expert in experts.items():
-        merged[name] = torch.stack([torch.cat(list(by_expert[number].values())) for number in sorted(by_expert)])
-    return merged
-
-
-def module_to_file(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of a name in files, from tensors by names of the transformers module."""
-    tensor, expert = tensors[module_name(name)], HF_EXPERT.fullmatch(name)
-    if expert is None:
-        return tensor
-    of_expert = tensor[int(expert[2])]
-    return of_expert if expert[3] == "down" else of_expert.chunk(2)[expert[3] == "up"]
-
-
-def module_to_files(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors by names in files that a parameter of the transformers module consists of; views of it."""
-    experts = EXPERTS.fullmatch(name)
-    if experts is None:
-        return {name: tensor}
-    of_files: dict[str, Tensor] = {}
-    for number, matrix in enumerate(tensor):
-        parts = {"down": matrix} if experts[2] == "down" else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
-        of_files |= {f"{experts[1]}.{number}.{part}_proj.weight": x for part, x in parts.items()}
-    return of_files
-
-
-class HFTensor(NamedTuple):
-    """A tensor of the transformers model, perhaps on the meta device, and whether it is trained."""
-
-    tensor: Tensor
-    trains: bool
-
-
-def hf_tensors(model: Any) -> dict[str, HFTensor]:
-    """All tensors of a transformers model, by their names in its files, where experts are separate tensors; views."""
-    return {
-        hf_name: HFTensor(tensor, parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-        for hf_name, tensor in module_to_files(name, parameter.detach()).items()
-    }
-
-
-@contextmanager
-def readable_tensors(model: Any, tensors: Mapping[str, HFTensor]) -> Iterator[dict[str, Any]]:
-    """`copy_local_part`'s sources by name: the tensors, and for those on the meta device their slices in the files.
-
-    Args:
-        model: from transformers.
-        tensors: all of the model, from `hf_tensors`.
-
-    Raises:
-        ValueError: files that are missing, cut short, or of another model.
-        NotInShardsError: as `open_slices`.
-    """
-    if not any(x.tensor.is_meta for x in tensors.values()):
-        yield {name: x.tensor for name, x in tensors.items()}
-        return
-    with open_slices(model) as slices:
-        renamed = _with_names_of_model(model, slices, tensors)
-        found = {name: x for stored, tensor in renamed.items() for name, x in _separate_experts(stored, tensor).items()}
-        fits = {name for name, x in tensors.items() if name in found and _shape(found[name]) == _shape(x.tensor)}
-        check_weights(model.config.name_or_path, {name for name, x in tensors.items() if x.tensor.is_meta} - fits)
-        if dist.get_rank() == 0:
-            report_unused(model.config.name_or_path, model, found.keys() - tensors.keys() - model.state_dict().keys())
-        _check_tied_weights(model, found)
-        # a value head keeps its values if the files have an output layer for the vocabulary
-        yield {name: found[name] if name in fits else x.tensor for name, x in tensors.items()}
-
-
-def _check_tied_weights(model: Any, found: Mapping[str, Any]) -> None:
-    """Raise a ValueError if the files hold an output layer that is tied to the embedding, and differs from it."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if LM_HEAD not in found or head.weight is not embedding.weight:
-        return
-    name = next(name for name, parameter in model.named_parameters() if parameter is embedding.weight)
-    rows = range(0, len(embedding.weight), 1024)  # at a time, to hold little
-    if any(not torch.equal(found[LM_HEAD][row : row + 1024], found[name][row : row + 1024]) for row in rows):
-        raise ValueError(other_head_message(model.config.name_or_path))
-
-
-def _with_names_of_model(model: Any, slices: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of files by `names` of the model: as transformers renames them, but with separate experts."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    mapping: list[Any] = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    found, wanted = {}, {**model.state_dict(), **names}  # with experts in one tensor, and separate
-    for old_name, x in slices.items():
-        name, _ = rename_source_key(old_name, renamings, [], model.base_model_prefix, wanted)
-        found[old_name if name not in names and old_name in names else name] = x
-    return found
-
-
-@dataclass
-class _ExpertMatrix:
-    """The matrix of one expert in a tensor of all experts of a layer, read from the files when it is indexed."""
-
-    experts: Any
-    number: int
-    rows: slice
-
-    def get_shape(self) -> list[int]:
-        return [self.rows.stop - self.rows.start, *_shape(self.experts)[2:]]
-
-    def __getitem__(self, _: Any) -> Tensor:
-        """The whole matrix: ranks share whole experts."""
-        tensor: Tensor = self.experts[self.number, self.rows]
-        return tensor
-
-
-def _separate_experts(name: str, tensor: Any) -> dict[str, Any]:
-    """Matrices by names with separate experts, if a tensor of the files has all experts of a layer."""
-    if (match := EXPERTS.fullmatch(name)) is None:
-        return {name: tensor}
-    experts, rows = _shape(tensor)[:2]
-    half = rows // 2
-    parts = {"down": slice(0, rows)} if match[2] == "down" else {"gate": slice(0, half), "up": slice(half, rows)}
-    return {
-        f"{match[1]}.{number}.{part}_proj.weight": _ExpertMatrix(tensor, number, of_part)
-        for number in range(experts)
-        for part, of_part in parts.items()
-    }
-
-
-def freeze_parameters(parameters: Sequence[MappedParameter], tensors: Mapping[str, HFTensor]) -> None:
-    """Freeze the parameters that are frozen in the transformers model.
-
-    Raises:
-        ValueError: a parameter of Megatron is made of frozen and of trained tensors.
-    """
-    for parameter, names in parameters:
-        if len({tensors[name].trains for name in names}) > 1:
-            raise ValueError(
-                f"model: expected {', '.join(names)}, which are one matrix in Megatron, to be all frozen or all "
-                "trained, got both"
-            )
-        parameter.requires_grad_(tensors[names[0]].trains)
 
 
 # --- all parameters on all ranks

@@ -5,7 +5,7 @@ A model calls its encoders once each for images, videos and audios, and all rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,32 +46,50 @@ def _text_token(config: Any) -> int:
 
 def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
     if config.model_type in PATCH_ROW_FAMILIES:
-        kinds = ["image"] * image + ["video"] * video
-        tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
-        return prompt_sample([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
+        return _patch_row_media(config, ["image"] * image + ["video"] * video)
     if tensors := _smallest_image(config):
-        ids = [config.image_token_id] * image * (2 if config.model_type == "mistral3" else 1)
-        vision = dict(tensors) if image else {}
-        if video and config.model_type in ("glm5_next", "kimi_k25"):
-            if config.model_type == "glm5_next":
-                ids += [config.video_start_token_id, config.image_token_id, config.video_end_token_id]
-            else:
-                ids += [config.video_token_id]
-            vision |= {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
-        elif video:  # MiniCPM-V 4.6
-            ids, vision = [*ids, config.video_token_id], vision | {f"{name}_videos": x for name, x in tensors.items()}
-        return prompt_sample(ids, vision=vision)
+        return _smallest_media(config, tensors, image=image, video=video)
     if tokens := tokens_per_image(config):
-        vision = config.vision_config
-        side = getattr(vision, "image_size", 32)  # Gemma 3n takes every size that its tower can halve five times
-        size = side if isinstance(side, Sequence) else [side] * 2
-        pixels = torch.ones(1, getattr(vision, "num_channels", 3), *size)  # models leave out images of zeros
-        pixels = pixels[None] if config.model_type in IMAGE_DIMENSION_FAMILIES else pixels
-        return prompt_sample([config.image_token_id] * tokens, vision={"pixel_values": pixels})
+        return prompt_sample([config.image_token_id] * tokens, vision={"pixel_values": _blank_pixels(config)})
     raise ValueError(
         f"batch: expected images on every rank or on none, got them on some; no dummy image is known for "
         f"{config.model_type}"
     )
+
+
+def _patch_row_media(config: Any, kinds: Sequence[str]) -> Sample:
+    """One blank image or video of each kind, of one token, in families whose pixels are rows of patches."""
+    tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
+    return prompt_sample([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
+
+
+def _smallest_media(config: Any, tensors: Mapping[str, Tensor], *, image: bool, video: bool) -> Sample:
+    """The blank image of `_smallest_image`, and a video that has it as its only frame."""
+    family, ids = config.model_type, list[int]()
+    vision: dict[str, Tensor] = {}
+    if image:
+        ids += [config.image_token_id] * (2 if family == "mistral3" else 1)
+        vision |= tensors
+    if video:
+        if family == "glm5_next":
+            ids += [config.video_start_token_id, config.image_token_id, config.video_end_token_id]
+        else:
+            ids += [config.video_token_id]
+        vision |= {_video_name(name): x for name, x in tensors.items()}
+    return prompt_sample(ids, vision=vision)
+
+
+def _video_name(name: str) -> str:
+    return "video_grid_thw" if name == "image_grid_thw" else f"{name}_videos"
+
+
+def _blank_pixels(config: Any) -> Tensor:
+    """The pixels of a blank image, in families whose images all have the same size."""
+    vision = config.vision_config
+    side = getattr(vision, "image_size", 32)  # Gemma 3n takes every size that its tower can halve five times
+    size = side if isinstance(side, Sequence) else [side] * 2
+    pixels = torch.ones(1, getattr(vision, "num_channels", 3), *size)  # models leave out images of zeros
+    return pixels[None] if config.model_type in IMAGE_DIMENSION_FAMILIES else pixels
 
 
 def _smallest_image(config: Any) -> dict[str, Tensor]:

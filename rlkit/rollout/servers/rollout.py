@@ -204,13 +204,7 @@ class ServerRollout(ABC):
             )
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
-        for request in requests:
-            for kind in MEDIA:
-                if getattr(request, f"{kind}s") and kind not in self.accepted_media:
-                    raise ValueError(
-                        f"{sample_name(request)}: expected text and images for servers of this kind, got {kind}s; use "
-                        "rollout 'vllm_server', 'vllm' or 'hf'"
-                    )
+        self._check_media(requests)
         jobs: list[Job] = []
         for request, request_sampling in zip(requests, params, strict=True):
             for start in range(0, n, self.pool.max_sequences):
@@ -218,6 +212,15 @@ class ServerRollout(ABC):
                 body = self._request_body(request, request_sampling, start, count)
                 jobs.append(Job(len(jobs), request, request.number * n + start, count, body))
         return self.pool.start(self._run(jobs, n, on_finished))
+
+    def _check_media(self, requests: Sequence[Sample]) -> None:
+        for request in requests:
+            for kind in MEDIA:
+                if getattr(request, f"{kind}s") and kind not in self.accepted_media:
+                    raise ValueError(
+                        f"{sample_name(request)}: expected text and images for servers of this kind, got {kind}s; use "
+                        "rollout 'vllm_server', 'vllm' or 'hf'"
+                    )
 
     async def _run(self, jobs: Sequence[Job], n: int, on_finished: OnFinished | None) -> list[Sample]:
         jobs_per_request = len(range(0, n, self.pool.max_sequences))
