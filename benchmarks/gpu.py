@@ -1,4 +1,4 @@
-"""Tables of one GPU: the output layer against the peak of a matrix product, a step of a 3B with images, the hand-over.
+"""Tables of one GPU: the output layer beside a matrix product, a step of a 3B with images, copies of its weights.
 
     benchmarks/gpu.sh            # writes benchmarks/results/gpu.md
     benchmarks/gpu.sh --small    # tries the script with small sizes, also on a CPU, and prints only
@@ -140,7 +140,7 @@ def small_config() -> object:
 
 
 def steps(config: object, workload: tuple[int, int, int, int], peak: float) -> str:
-    """Tokens per second, MFU and memory of a training step with images, packed and padded; then the hand-over."""
+    """Tokens per second, MFU and memory of a training step with images, packed and padded."""
     batch, rows = rows_with_images(config, *workload), []
     ways = {
         "packed, shared prompts, fused output layer": {"use_fused_kernels": True},
@@ -150,38 +150,56 @@ def steps(config: object, workload: tuple[int, int, int, int], peak: float) -> s
     }
     tokens, flops = int(batch.attention_mask.sum()), 3 * batch_flops(config, batch)
     for name, options in ways.items():
-        model = engine = None
-        gc.collect()
-        torch.manual_seed(0)
-        with DEVICE:
-            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        engine = make_engine(
-            "fsdp2", model=model, device=DEVICE.type, compute_dtype=torch.bfloat16, enable_gradient_checkpointing=True,
-            optimizer=lambda weights: torch.optim.AdamW(weights, lr=0.0, fused=True), **options,
-        )  # fmt: skip
-
-        def step(engine=engine):
-            engine.train_batch(batch, loss_fn, ("logprobs", "entropy"))
-
-        needed = seconds(step, repeats=3)
+        needed, memory = seconds_and_memory(config, batch, options)
         rows.append([
-            name, f"{needed:.2f}", f"{tokens / needed:,.0f}", f"{flops / needed / peak:.0%}", f"{peak_gib(step):.1f}",
+            name, f"{needed:.2f}", f"{tokens / needed:,.0f}", f"{flops / needed / peak:.0%}", f"{memory:.1f}",
         ])  # fmt: skip
     header = ["3B with images", "seconds", "tokens/s", "MFU", "peak GiB beyond weights and optimizer"]
-    found = table(f"A step: {len(batch)} rows, {tokens} tokens, prompts counted once for each answer", header, rows)
-    return found + "\n" + time_of_weight_sync(engine, sum(p.numel() for p in model.parameters()))
+    return table(f"A step: {len(batch)} rows, {tokens} tokens, prompts counted once for each answer", header, rows)
 
 
-def time_of_weight_sync(engine: object, parameters: int) -> str:
-    """Seconds to hand all weights over in bfloat16, and to move weights and optimizer state to the host and back."""
+def seconds_and_memory(config: object, batch: object, options: dict[str, bool]) -> tuple[float, float]:
+    """Seconds of a training step, and its peak beyond weights and optimizer. The engine is gone afterwards."""
+    engine = new_engine(config, **options)
+
+    def step():
+        engine.train_batch(batch, loss_fn, ("logprobs", "entropy"))
+
+    return seconds(step, repeats=3), peak_gib(step)
+
+
+def new_engine(config: object, **options: bool) -> object:
+    """An engine with random weights. Two with their optimizers do not fit on a GPU of 80 GB."""
+    gc.collect()
+    torch.manual_seed(0)
+    with DEVICE:
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    return make_engine(
+        "fsdp2", model=model, device=DEVICE.type, compute_dtype=torch.bfloat16, enable_gradient_checkpointing=True,
+        optimizer=lambda weights: torch.optim.AdamW(weights, lr=0.0, fused=True), **options,
+    )  # fmt: skip
+
+
+def copies(config: object, workload: tuple[int, int, int, int]) -> str:
+    """The table of `time_of_copies` for an engine that has an optimizer state."""
+    engine = new_engine(config)
+    engine.train_batch(rows_with_images(config, *workload), loss_fn, ("logprobs", "entropy"))
+    return time_of_copies(engine)
+
+
+def time_of_copies(engine: object) -> str:
+    """Seconds to cast all weights to bfloat16, as for a sampler, and to move weights and optimizer state to the host.
+
+    One GPU has no other rank to gather from, and no sampler takes the weights here.
+    """
 
     def weights():
         for _, tensor in engine.get_per_tensor_param(dtype=torch.bfloat16):
             del tensor
 
-    size = 2 * parameters
+    size = 2 * sum(p.numel() for p in engine.module.parameters())
     needed = seconds(weights, repeats=3)
-    rows = [["all weights in bfloat16", f"{size / 1e9:.1f}", f"{needed:.2f}", f"{size / needed / 1e9:.0f}"]]
+    rows = [["all weights cast to bfloat16", f"{size / 1e9:.1f}", f"{needed:.2f}", f"{size / needed / 1e9:.0f}"]]
     offloaded = (engine._offloaded_weights, engine._offloaded_state)
 
     def there_and_back():
@@ -193,7 +211,7 @@ def time_of_weight_sync(engine: object, parameters: int) -> str:
     size = 2 * engine.host_bytes
     moved = ["weights and optimizer to the host and back", f"{size / 1e9:.1f}", f"{needed:.2f}"]
     rows.append([*moved, f"{size / needed / 1e9:.0f}"])
-    return table("Hand-over", ["what", "GB", "seconds", "GB/s"], rows)
+    return table("Copies of all weights", ["what", "GB", "seconds", "GB/s"], rows)
 
 
 def main() -> None:
@@ -207,16 +225,27 @@ def main() -> None:
     peak = peak_flops(name) or matmul
     heads = [(500, 32)] if small else [(151936, 2048), (152064, 3584)]
     config = small_config() if small else qwen_vl("qwen2.5-vl-3b")
-    parts = [
+    workload = (2, 8, 12, 2) if small else (4, 512, 256, 8)
+    title = (
         f"# One GPU: {name}\n\nMade by benchmarks/gpu.sh with torch {torch.__version__}. A product of 8192 x 8192 "
-        f"matrices in bfloat16 reaches {matmul / 1e12:.0f} TFLOP/s, {matmul / peak:.0%} of the data sheet.\n",
-        head(64 if small else 16384, heads, matmul),
-        steps(config, (2, 8, 12, 2) if small else (4, 512, 256, 8), peak),
+        f"matrices in bfloat16 reaches {matmul / 1e12:.0f} TFLOP/s, {matmul / peak:.0%} of the data sheet.\n"
+    )
+    tables = [
+        lambda: head(64 if small else 16384, heads, matmul),
+        lambda: steps(config, workload, peak),
+        lambda: copies(config, workload),
     ]
-    text = "\n".join(parts)
-    print(text)
-    if not small:
-        OUT.write_text(text)
+    write_each([lambda: title, *tables], None if small else OUT)
+
+
+def write_each(parts: list[Callable[[], str]], out: Path | None) -> None:
+    """Print each part as soon as it is there, and write it to a file, so that a later failure loses no table."""
+    done: list[str] = []
+    for part in parts:
+        done.append(part())
+        print(done[-1], flush=True)
+        if out:
+            out.write_text("\n".join(done))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rlkit.plan.rehearsal import Roles
 from rlkit.plan.report import describe, samples_on_servers, summary
 from rlkit.plan.sampler import Servers, server_memory
 from rlkit.plan.workload import with_limited_rows
-from rlkit.runs.options import check_quantize_base, check_sync_adapters
+from rlkit.runs.options import check_engine_options, check_quantize_base, check_sync_adapters
 from rlkit.runs.start import one_sentence_errors
 
 
@@ -68,6 +68,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     cfg = recipe_options(module, arguments)
     check_sync_adapters(cfg)
     check_quantize_base(cfg)
+    check_engine_options(cfg)
     check_can_be_planned(cfg)
     roles = recipe_roles(module, cfg)
     if options.fill_micro_batch:

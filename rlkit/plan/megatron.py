@@ -26,6 +26,7 @@ from rlkit.losses._kernels import CHUNK_BYTES
 from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles, empty
 from rlkit.plan.workload import PackedRows, Workload, longest_batch, packed_rows
 from rlkit.runs.models import trained_part
+from rlkit.runs.options import generates
 from rlkit.vlm.loading import has_vision
 
 WEIGHT, MASTER, MOMENTS, GRADIENT = 2, 4, 8, 4  # bytes of a parameter: bfloat16; float32 copy; AdamW's; float32
@@ -165,7 +166,7 @@ def _phases(
         held = {**resident, "gradients": gradient_bytes(stage_parameters(model, dims)[stage])}
         phases[f"{prefix}forward and backward"] = {**held, "activations": activations, "logits": logits}
         phases[f"{prefix}optimizer step"] = held
-    if hasattr(cfg, "rollout"):
+    if generates(cfg):
         phases["weight sync"] = {**resident, **_gathered(cfg, trained)}
     return phases
 

@@ -16,6 +16,7 @@ from rlkit.runs.command_line import parse_options
 from rlkit.runs.options import check_ranges
 from rlkit.vlm.loading import load_config
 from rlkit.vlm.model_config import changed_config, config_file, is_config_file
+from rlkit.vlm.weight_files import quantization_method, quantized_message
 
 
 def load_recipe(path: str) -> Any:
@@ -53,13 +54,21 @@ def recipe_options(module: Any, arguments: Sequence[str]) -> Any:
 
 
 def _model_config(cfg: Any) -> Any:
-    """The configuration of the policy, with `--model_config`."""
+    """The configuration of the policy, with `--model_config`; it may not say that weights are quantized."""
     if not cfg.model_config and not is_config_file(cfg.model):
-        return load_config(cfg.model, trust_remote_code=cfg.trust_remote_code)
+        return _trainable_config(cfg.model, cfg)
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(changed_config(cfg.model, cfg.model_config)))
         config = load_config(folder, trust_remote_code=cfg.trust_remote_code)
     config.name_or_path = cfg.model if is_config_file(cfg.model) else str(config_file(cfg.model).parent)
+    return config
+
+
+def _trainable_config(path: str, cfg: Any) -> Any:
+    """The configuration of a model whose weights are not quantized."""
+    config = load_config(path, trust_remote_code=cfg.trust_remote_code)
+    if method := quantization_method(config):
+        raise ValueError(quantized_message(path, method))
     return config
 
 
@@ -80,14 +89,14 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
     reference = config if has_reference and not cfg.lora_rank else None
     teacher = getattr(cfg, "teacher", "")
     if teacher and not cfg.teacher_servers:
-        reference = load_config(teacher, trust_remote_code=cfg.trust_remote_code)
+        reference = _trainable_config(teacher, cfg)
     whole_vocabulary = "output_layer" in called_names and cfg.loss != "sampled_token" and not cfg.teacher_top_k
     if whole_vocabulary and reference is None:
         raise ValueError(f"teacher_top_k: expected at least 1 for --loss {cfg.loss} without a teacher here, got 0")
     critic = None
     if "build_value_engine" in called_names:
         path = getattr(cfg, "critic_model", "")
-        critic = load_config(path, trust_remote_code=cfg.trust_remote_code) if path else config
+        critic = _trainable_config(path, cfg) if path else config
     policy = config if "build_engine" in called_names else None
     if policy is None and critic is None:
         raise ValueError(f"recipe: expected one that builds an engine, got {module.__name__}")

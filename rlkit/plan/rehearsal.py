@@ -32,7 +32,7 @@ from rlkit.plan.workload import (
 )
 from rlkit.rollout.servers.weight_transfer import buckets
 from rlkit.runs.models import shared_options, trained_part, training_engine
-from rlkit.runs.options import sends_adapters
+from rlkit.runs.options import generates, sends_adapters
 from rlkit.vlm.loading import empty_model, has_vision
 from rlkit.vlm.nf4 import weight_counts
 
@@ -221,7 +221,7 @@ def _run_phases(cfg: Any, roles: Roles, engines: dict[str, Any], batch: Batch, l
         if name in engines:
             prefix = "" if name == "policy" or len(engines) == 1 else f"{name}: "
             _train(engines[name], batch, ledger, prefix, functions if name == "policy" else {})
-    if hasattr(cfg, "rollout"):
+    if generates(cfg):
         _send_weights(first, cfg, ledger)
     return ledger.bytes
 

@@ -367,6 +367,41 @@ def check_quantize_base(cfg: Any) -> None:
         )
 
 
+OF_OTHER_ENGINES = {  # names of --parallel, by the engine that does not have them
+    "fsdp2": ("pipeline", "context", "expert", "sequence_parallel"),
+    "megatron": ("fsdp_size",),
+}
+
+
+def check_engine_options(cfg: Any) -> None:
+    """Raise a ValueError if an option is one of another engine. It says what to use."""
+    if not isinstance(cfg, EngineOptions):
+        return
+    others = OF_OTHER_ENGINES.get(cfg.engine, ())
+    if wrong := [name for name in cfg.parallel if name in others]:
+        known, use = ("fsdp_size and tensor", "megatron") if cfg.engine == "fsdp2" else ("no fsdp_size", "fsdp2")
+        raise ValueError(f"parallel: expected {known} in the {cfg.engine} engine, got {wrong[0]}; use --engine {use}")
+    if cfg.engine != "megatron":
+        return
+    if cfg.offload_between_phases:
+        raise ValueError(
+            "offload_between_phases: expected --engine fsdp2, got megatron; --parallel tensor 2 halves its weights "
+            "instead"
+        )
+    if cfg.use_torch_compile:
+        raise ValueError("use_torch_compile: expected --engine fsdp2, got megatron, whose layers cannot be compiled")
+    if (size := cfg.ulysses_sequence_parallel_size) > 1:
+        raise ValueError(
+            f"ulysses_sequence_parallel_size: expected 1 in the megatron engine, got {size}; use --parallel context "
+            f"{size}"
+        )
+
+
+def generates(cfg: Any) -> bool:
+    """Whether the run generates answers, for training or for held-out rows, and so sends weights to the sampler."""
+    return getattr(cfg, "max_new_tokens", 0) > 0
+
+
 def sends_adapters(cfg: Any) -> bool:
     """Whether the sampling back end is sent adapters alone. hf is sent nothing: it samples with the trained model."""
     return getattr(cfg, "sync_adapters", False) and cfg.rollout != "hf"

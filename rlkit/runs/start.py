@@ -31,6 +31,7 @@ from rlkit.runs.interruption import outside_endings
 from rlkit.runs.memory_plan import planned_memory
 from rlkit.runs.options import (
     RunOptions,
+    check_engine_options,
     check_evaluation,
     check_quantize_base,
     check_ranges,
@@ -97,6 +98,7 @@ def start_run(
     check_evaluation(cfg)
     check_sync_adapters(cfg)
     check_quantize_base(cfg)
+    check_engine_options(cfg)
     if not starts_servers:
         check_servers(cfg)
     check_rollouts(cfg, samples_ahead=starts_servers)

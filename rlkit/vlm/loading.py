@@ -18,6 +18,7 @@ from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
 from rlkit.vlm.weight_files import ADAPTERS, adapters_message, check_dtypes, check_trainable
 
 MODELSCOPE = "modelscope:"
+DECODERS_BY_DESIGN = ("gpt_neox", "gpt_neox_japanese")  # their is_decoder is false, as an encoder's is
 
 
 @cache
@@ -240,6 +241,7 @@ def _check_sizes(path: str, config: Any, **options: Any) -> None:
     Raises:
         ValueError: see `rlkit.vlm.model_size.check_fits_files`, or no model can be made of the configuration.
     """
+    _check_causal(path, config)
     known = {name: x for name, x in options.items() if name in ("dtype", "trust_remote_code")}
     try:
         with torch.device("meta"):
@@ -247,6 +249,18 @@ def _check_sizes(path: str, config: Any, **options: Any) -> None:
     except Exception as error:  # a configuration is data: it may be wrong in any way
         raise ValueError(f"model {path!r}: config.json: {one_line(error)}") from error
     check_fits_files(path, config, model)
+
+
+def _check_causal(path: str, config: Any) -> None:
+    """Raise a ValueError for an encoder, an encoder-decoder, or a family without a language model."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind, known = config.model_type, type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    is_encoder = getattr(config, "is_decoder", True) is False and kind not in DECODERS_BY_DESIGN
+    if has_vision(config) or kind not in CONFIG_MAPPING:  # code of the model's repository may have a language model
+        return
+    if not known or is_encoder or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"model {path!r}: expected a causal language model, got {kind}, of which none is known")
 
 
 def _auto_class(config: Any) -> Any:

@@ -1,0 +1,85 @@
+"""What the command refuses because the run would be refused, too; and phases that a run does not have."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
+
+from rlkit.plan import __main__ as command_line
+from rlkit.plan import rehearsal
+from rlkit.plan.fit import make_plan
+from rlkit.plan.hardware import gpu_named
+from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
+from rlkit.plan.rehearsal import Roles
+
+SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--no_advice"]
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def refusal(model, *options):
+    """The message with which the command ends."""
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["recipes/grpo_vlm.py", "--model", str(model), *SHORT, *options])
+    message = str(end.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def model(tmp_path):
+    LlamaConfig(**SIZES, num_key_value_heads=4, vocab_size=1000).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["megatron", "--offload_between_phases"], "offload_between_phases: expected --engine fsdp2, got megatron; "),
+        (["megatron", "--use_torch_compile"], "use_torch_compile: expected --engine fsdp2, got megatron, whose "),
+        (
+            ["megatron", "--ulysses_sequence_parallel_size", "2", "--nproc", "2"],
+            "ulysses_sequence_parallel_size: expected 1 in the megatron engine, got 2; use --parallel context 2",
+        ),
+        (
+            ["megatron", "--parallel", "fsdp_size", "2", "--nproc", "2"],
+            "parallel: expected no fsdp_size in the megatron engine, got fsdp_size; use --engine fsdp2",
+        ),
+        (
+            ["fsdp2", "--parallel", "pipeline", "2", "--nproc", "2"],
+            "parallel: expected fsdp_size and tensor in the fsdp2 engine, got pipeline; use --engine megatron",
+        ),
+    ],
+)
+def test_options_of_another_engine_are_named(model, options, sentence):
+    assert refusal(model, "--engine", *options).startswith(f"plan: {sentence}")
+
+
+def test_quantized_files_cannot_be_trained(tmp_path):
+    config = Qwen3Config(**SIZES, num_key_value_heads=2, vocab_size=1000).to_dict()
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    assert "expected weights that are not quantized, got fp8; pass the model in bfloat16" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "bart"])
+def test_a_family_without_a_causal_language_model_is_one_sentence(tmp_path, family):
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    said = f"expected a causal language model, got {family}, of which none is known"
+    assert refusal(tmp_path) == f"plan: model {str(tmp_path)!r}: {said}"
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("new_tokens", [0, 8])
+def test_a_run_that_generates_nothing_sends_no_weights(model, monkeypatch, engine, new_tokens):
+    module = load_recipe("recipes/sft.py")
+    options = ["--model", str(model), "--engine", engine, "--max_tokens", "64", "--max_new_tokens", str(new_tokens)]
+    cfg = recipe_options(module, options)
+    if engine == "megatron":
+        phases = make_plan(cfg, recipe_roles(module, cfg), 1, gpu_named("h100-80gb"), None).phases
+    else:
+        phases = []
+        monkeypatch.setattr(rehearsal, "_train", lambda *_: None)
+        monkeypatch.setattr(rehearsal, "_send_weights", lambda *_: phases.append("weight sync"))
+        rehearsal._run_phases(cfg, Roles(policy=1), {"policy": 1}, None, SimpleNamespace(bytes={}))
+    assert ("weight sync" in phases) == (new_tokens > 0)
