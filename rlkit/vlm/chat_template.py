@@ -6,8 +6,10 @@ No other module of rlkit calls a chat template.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +32,9 @@ from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.images import load_image
 from rlkit.vlm.inputs import VIDEO_TIME_KEYS
 from rlkit.vlm.videos import load_videos
+
+SET_BY_RENDER = frozenset({"messages", "add_generation_prompt"})
+FUNCTIONS_OF_TRANSFORMERS = frozenset({"raise_exception", "strftime_now"})  # which it gives to every template
 
 
 def render(
@@ -54,35 +59,80 @@ def render(
         add_generation_prompt: begin the assistant's turn at the end.
 
     Raises:
-        ValueError: no chat template, a template that fails, refuses the messages or does not have an option, or images,
-            videos or audios for a text model. Templates run in transformers' sandbox, which has no limit of time.
+        ValueError: no chat template, a template that fails, refuses the messages, does not have an option or does not
+            show tools, or images, videos or audios for a text model. Templates run in transformers' sandbox, which has
+            no limit of time.
     """
-    from jinja2 import TemplateError
-
     has_vision = hasattr(processor, "tokenizer")
     if getattr(processor, "chat_template", "") is None:
         raise ValueError(_no_template(processor))
     shaped = [{**one, "content": _as_parts(one) if has_vision else _as_text(one)} for one in messages]
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
     check_template_options(processor, chat_template_kwargs or {})
-    try:
+    if tools:
+        _check_template_shows_tools(processor)
+    with _template_errors():
         return processor.apply_chat_template(
             shaped, tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
-    except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
-        raise ValueError(f"chat template: {str(error) or type(error).__name__}") from error
 
 
 def check_template_options(processor: Any, options: Mapping[str, Any]) -> None:
-    """Refuse options that the chat template does not mention: it would ignore them without a word."""
-    template = getattr(processor, "chat_template", None) or {}
-    texts = [template] if isinstance(template, str) else [*template.values()]  # several have names
-    for name in options if texts else ():
-        if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
+    """Raise a ValueError for options that the chat template does not read: it would ignore them without a word."""
+    known = _options_of_template(processor) if options else None
+    for name in options if known is not None else ():
+        if not known:
             raise ValueError(
-                f"chat_template_kwargs: expected options that the model's chat template has, got {name!r}, which it "
-                "does not mention"
+                f"chat_template_kwargs: expected none, as the model's chat template has no options, got {name!r}"
             )
+        if name not in known:
+            raise ValueError(
+                f"chat_template_kwargs: expected options of the model's chat template ({', '.join(sorted(known))}), "
+                f"got {name!r}"
+            )
+
+
+def _check_template_shows_tools(processor: Any) -> None:
+    known = _options_of_template(processor)
+    if known is not None and "tools" not in known:
+        tokenizer = getattr(processor, "tokenizer", processor)
+        raise ValueError(
+            f"tools: expected a chat template that shows them, got that of {tokenizer.name_or_path!r}, which does not; "
+            "take a model whose template has tools, or describe them in a system message and remove the column"
+        )
+
+
+def _options_of_template(processor: Any) -> frozenset[str] | None:
+    """Names that the chat template reads and that rlkit does not set, or None for a processor without a template.
+
+    Of several templates with names of their own, the names in all of them.
+    """
+    template = getattr(processor, "chat_template", None) or {}
+    texts = [template] if isinstance(template, str) else [*template.values()]
+    with _template_errors():
+        return frozenset().union(*map(_template_variables, texts)) - SET_BY_RENDER if texts else None
+
+
+@cache
+def _template_variables(template: str) -> frozenset[str]:
+    """Variables that a chat template expects to be given."""
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    without_marks = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", template)  # a statement of transformers' own
+    return frozenset(find_undeclared_variables(environment.parse(without_marks)) - FUNCTIONS_OF_TRANSFORMERS)
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """What a template can fail with, as a ValueError."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
+        raise ValueError(f"chat template: {str(error) or type(error).__name__}") from error
 
 
 def _no_template(processor: Any) -> str:

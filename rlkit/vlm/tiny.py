@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.messages import prompt_of
-from rlkit.vlm.chat_template import render
+from rlkit.vlm.chat_template import encode_prompt, render
 from rlkit.vlm.encoding import video_arguments
 from rlkit.vlm.images import load_image
 from rlkit.vlm.videos import load_videos
@@ -194,16 +195,19 @@ def build_tiny(
     Args:
         path: directory to write; it is complete or does not exist.
         rows: of a task, see rlkit.data.tasks. If none has an image or a video, the model is a Qwen2 without a vision
-            tower.
+            tower. Rows that cannot be read are left out of the warm-up.
         seed: for the weights and the warm-up.
         warm_up_steps: training steps of 32 rows each.
         label_noise: share of answers that are replaced.
         lr: learning rate of the warm-up.
+
+    Raises:
+        ValueError: none of the rows can be read.
     """
     from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
 
-    words = [str(row["answer"]) for row in rows]
-    corpus = [*dict.fromkeys(str(row["question"]) for row in rows), *words, "user assistant system"]
+    words = [_unicode(row["answer"]) for row in rows]
+    corpus = [*dict.fromkeys(_unicode(row["question"]) for row in rows), *words, "user assistant system"]
     sees = any(row["images"] or row.get("videos") for row in rows)
     tokenizer = tiny_tokenizer(corpus) if sees else tiny_text_tokenizer(corpus)
     watches = any(row.get("videos") for row in rows)
@@ -225,6 +229,11 @@ def build_tiny(
     model.save_pretrained(part)
     processor.save_pretrained(part)
     part.rename(path)
+
+
+def _unicode(text: Any) -> str:
+    """The text without unpaired surrogates, which tokenizers do not take. A row with one in its prompt is skipped."""
+    return str(text).encode(errors="ignore").decode()
 
 
 def is_tiny(model: str) -> bool:
@@ -257,29 +266,60 @@ def model_or_tiny(model: str, place: Path, rows: Sequence[Mapping[str, Any]], **
 def _warm_up(
     model: Any, processor: Any, rows: Sequence[Any], labels: Sequence[str], steps: int, lr: float, rng: Any
 ) -> None:
-    """Supervised fine-tuning with transformers' loss, on the answers only."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    """Supervised fine-tuning with transformers' loss, on the answers only. Rows that cannot be read are left out.
+
+    Raises:
+        ValueError: none of the rows can be read.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    reason = cache(lambda i: _reason_to_skip(processor, rows[i]))
+    trained, drawn = 0, []
     model.train()
     for _ in range(steps):
-        chosen = rng.integers(len(rows), size=32).tolist()
-        batch = [rows[i] for i in chosen]
-        chats = [prompt_of(row) for row in batch]
-        prompts = [render(processor, chat.messages, add_generation_prompt=True) for chat in chats]
-        answers = [f"{labels[i]}<|im_end|>" for i in chosen]
-        text = [q + a for q, a in zip(prompts, answers, strict=True)]
-        images = {"images": found} if (found := [load_image(image) for chat in chats for image in chat.images]) else {}
-        videos = load_videos(processor, [video for chat in chats for video in chat.videos])
-        media = {**images, **(video_arguments(processor, videos) if videos else {})}
-        inputs = processor(text=text, padding=True, return_tensors="pt", **media)
-        targets = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer is at the end
-        for i, answer in enumerate(answers):
-            n = len(tokenizer(answer)["input_ids"])
-            targets[i, -n:] = inputs["input_ids"][i, -n:]
-        model(**inputs, labels=targets).loss.backward()
+        chosen = drawn = rng.integers(len(rows), size=32).tolist()
+        try:
+            inputs = _inputs_and_labels(processor, [(rows[i], labels[i]) for i in chosen])
+        except Exception:  # processors have errors of their own; one that is no row's fault is raised again below
+            chosen = [i for i in drawn if reason(i) is None]
+            if not chosen:
+                continue
+            inputs = _inputs_and_labels(processor, [(rows[i], labels[i]) for i in chosen])
+        trained += len(chosen)
+        model(**inputs).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
     model.eval()
+    if steps and not trained:
+        raise ValueError(
+            f"tiny model: expected rows that can be read, got none; the reason for one: {reason(drawn[0])}"
+        )
+
+
+def _reason_to_skip(processor: Any, row: Any) -> str | None:
+    """Why a run skips this row; None if it does not."""
+    try:
+        encode_prompt(processor, row)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _inputs_and_labels(processor: Any, pairs: Sequence[tuple[Any, str]]) -> dict[str, Any]:
+    """A padded batch of rows with their answers, in which the labels are the tokens of the answers."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    chats = [prompt_of(row) for row, _ in pairs]
+    prompts = [render(processor, chat.messages, add_generation_prompt=True) for chat in chats]
+    answers = [f"{label}<|im_end|>" for _, label in pairs]
+    text = [q + a for q, a in zip(prompts, answers, strict=True)]
+    images = {"images": found} if (found := [load_image(image) for chat in chats for image in chat.images]) else {}
+    videos = load_videos(processor, [video for chat in chats for video in chat.videos])
+    media = {**images, **(video_arguments(processor, videos) if videos else {})}
+    inputs = processor(text=text, padding=True, return_tensors="pt", **media)
+    labels = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer is at the end
+    for i, answer in enumerate(answers):
+        n = len(tokenizer(answer)["input_ids"])
+        labels[i, -n:] = inputs["input_ids"][i, -n:]
+    return {**inputs, "labels": labels}

@@ -7,6 +7,7 @@ from rlkit.data import Task, collate, prompt_sample, with_prompt
 from rlkit.data.formats import chat_row, pair_row
 from rlkit.rewards import exact_match, without_thinking
 from rlkit.vlm import encode_answers, encode_chat, encode_observation, encode_prompt, load_processor, render
+from rlkit.vlm.chat_template import check_template_options
 
 
 def user(content):
@@ -257,9 +258,54 @@ def test_options_of_the_template_reach_prompts_answers_and_replies(tiny_dir):
 
 def test_an_option_that_the_template_does_not_have_is_named(processor):
     row = {"question": "2?", "images": [], "where": "row 7", "chat_template_kwargs": {"enable_thinking": False}}
-    message = "^row 7: chat_template_kwargs: expected options that the model's chat template has, got 'enable_thinking'"
+    message = "^row 7: chat_template_kwargs: expected none, as the model's chat template has no options, got 'enable_"
     with pytest.raises(ValueError, match=message):
         encode_prompt(processor, row)
+
+
+OPTIONS = (  # a loop's variable, an assigned one, a key, an attribute, a word of the text and a comment are no options
+    "{# budget #}{% set system = 'a system line' %}{% if not date is defined %}{% set date = strftime_now('%Y') %}"
+    "{% endif %}{{ system ~ date }}{% for message in messages %}{% generation %}{{ message['role'] ~ message.content }}"
+    "{% endgeneration %}{% if loop.last %}{% break %}{% endif %}{% endfor %}"
+    "{{ raise_exception('no') if strict else '' }}{{ 'A:' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["system", "message", "role", "content", "line", "budget", "loop", "strftime_now", "raise_exception",
+             "messages", "add_generation_prompt"],
+)  # fmt: skip
+def test_a_word_of_the_template_is_no_option(tiny_dir, name):
+    tokenizer = load_processor(tiny_dir).tokenizer
+    tokenizer.chat_template = OPTIONS
+    assert render(tokenizer, [user("Q")], chat_template_kwargs={"date": "May", "strict": 0}) == "a system lineMayuserQ"
+    message = f"^chat_template_kwargs: expected options of the model's chat template \\(date, strict\\), got '{name}'$"
+    for check in (
+        check_template_options,
+        lambda reader, given: render(reader, [user("Q")], chat_template_kwargs=given),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(tokenizer, {"date": "May", name: 1})
+
+
+def test_tools_are_refused_where_the_template_does_not_show_them(processor, tiny_dir):
+    row = chat_row({"messages": [user("Q"), assistant("A")], "tools": [{"name": "add"}]}) | {"where": "row 4"}
+    for reader in (processor, processor.tokenizer):
+        with pytest.raises(ValueError) as refused:
+            encode_prompt(reader, row)
+        assert str(refused.value).startswith("row 4: tools: expected a chat template that shows them, got that of ")
+        assert tiny_dir in str(refused.value) and "system message" in str(refused.value)
+        assert encode_prompt(reader, {**row, "tools": []}).token_ids
+    tokenizer = load_processor(tiny_dir).tokenizer
+    tokenizer.chat_template = {"default": THINKS, "tool_use": TOOL_TEMPLATE}
+    assert tokenizer.decode(encode_prompt(tokenizer, row).token_ids).startswith("TOOLS add")
+
+
+def test_a_template_that_cannot_be_parsed_is_an_error_at_the_start_too(tiny_dir):
+    tokenizer = load_processor(tiny_dir).tokenizer
+    tokenizer.chat_template = "{% for m in messages %}"
+    with pytest.raises(ValueError, match="^chat template: Unexpected end of template"):
+        check_template_options(tokenizer, {"enable_thinking": False})
 
 
 def test_several_templates_by_name_and_none(tiny_dir):
@@ -268,7 +314,7 @@ def test_several_templates_by_name_and_none(tiny_dir):
     tokenizer.chat_template = {"default": THINKS, "rag": "{{ documents }}"}
     row = {"question": "2?", "chat_template_kwargs": {"enable_thinking": False}}
     assert tokenizer.decode(encode_prompt(tokenizer, row).token_ids).endswith("</think>\n\n")
-    with pytest.raises(ValueError, match="expected options that the model's chat template has, got 'thinking_budget'"):
+    with pytest.raises(ValueError, match=r"template \(documents, enable_thinking\), got 'thinking_budget'"):
         encode_prompt(tokenizer, {"question": "2?", "chat_template_kwargs": {"thinking_budget": 5}})
     processor.chat_template = None
     with pytest.raises(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlkit.data import load_task
@@ -120,6 +122,31 @@ def test_rows_with_and_without_images_make_one_model_that_sees(tmp_path, sorting
     assert not skipped and [bool(sample.vision) for sample in samples] == [False] * 20 + [True] * 21
     config = json.loads((tmp_path / "both" / "config.json").read_text())
     assert config["model_type"] == "qwen2_5_vl"
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_rows_that_cannot_be_read_are_left_out_of_the_warm_up(tmp_path, kind):
+    (tmp_path / "bad").write_bytes(b"neither an image nor a video")
+    pictures = [Image.new("RGB", (56, 56), colour) for colour in ("red", "green", "blue")]
+    good = [{"question": "Which?", f"{kind}s": [one if kind == "image" else [one] * 4]} for one in pictures]
+    damaged = {"question": "Which?", f"{kind}s": [str(tmp_path / "bad")]}
+    bad = [
+        damaged,
+        {"question": "", "unreadable": "row 9: no question"},
+        {"question": f"Which <|{kind}_pad|>?", f"{kind}s": good[0][f"{kind}s"]},
+        {"question": "Which?", f"{kind}s": str(tmp_path / "bad")},
+        {"question": "Which \ud800?", f"{kind}s": good[0][f"{kind}s"]},
+    ]
+
+    def weights(name, rows, **options):
+        build_tiny(tmp_path / name, [{"images": [], "answer": "red", **row} for row in rows], **options)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    for i, one in enumerate(bad):  # with each alone: one that is noticed would hide another
+        untrained, trained = (weights(f"{i}-{n}", [*good, one], warm_up_steps=n) for n in (0, 1))
+        assert not all(torch.equal(x, trained[name]) for name, x in untrained.items()), one
+    with pytest.raises(ValueError, match=f"^tiny model: expected rows that can be read, got none; .*{kind} .*bad"):
+        weights("none", [damaged], warm_up_steps=1)
 
 
 def test_sizes_are_options():
