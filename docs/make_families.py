@@ -309,9 +309,15 @@ Notes:
   transformers 5.19 fails for chunks of different numbers of frames ("Sizes of tensors must match"), and for others it
   splits the features by the number before: "split_with_sizes expects split_sizes to sum exactly to 9 [...], but got
   split_sizes=[27]". In the engine a hook merges the frames and gives the forward the features (`encode_kimi_videos`).
-- **Videos of SmolVLM** are refused. Its processor calls the pixels of images and videos by one name, so that images of
-  a row with a video are lost; the tokenizer of SmolVLM2 has no token for the place of a video; and vLLM accepts images
-  only.
+- **Videos of SmolVLM.** In a prompt a video is text with the number of its frames, its length and the time of each
+  frame, and each frame is an image that is not split into tiles. transformers' processor writes this text, and renders
+  a chat with a video in a chat template of its own, whatever that of the model is; rlkit's prompts are the same. The
+  length is the number of frames divided by their rate. All videos of a row must have the same number of frames, as the
+  processor stacks them. Called with images and videos, it loses the pixels of images; rlkit calls its parts and keeps
+  them. Frames of files are chosen as for all families (`--video_fps`, `--video_frames`); the processor itself would
+  take them from the first to the last frame, or leave out a second at both ends of long videos. vLLM has no videos of
+  the family: rollout `vllm` gives it frames as images that the trainer has prepared. vLLM's servers and ranks that
+  share an engine (`tensor_parallel_size`) refuse them.
 - **qwen4_exp.** Each query attends to the blocks of tokens that an indexer chooses, next to gated delta rule and
   embeddings of the last tokens. In packed rows all three get each sequence as a row of its own. transformers 5.19
   chooses the blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does

@@ -224,7 +224,7 @@ class VllmRollout:
             raise RuntimeError("generate: expected wake_up() and update_weights(...) before it, got a sleeping engine")
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
-        check_videos(requests, self.processor, in_tower=not self.takes_prepared)
+        check_videos(requests, self.processor, prepared=self.takes_prepared)
         check_kimi_videos(requests, self.config)
         if not self.on_gpu:
             check_image_attention(requests, self.config)

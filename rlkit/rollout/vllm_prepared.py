@@ -5,6 +5,8 @@ Otherwise vLLM would prepare them again. Importable without vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,12 @@ PATCH_ROWS = frozenset(
     }
 )
 IMAGE_ROWS = frozenset({"LlavaForConditionalGeneration"})  # those of which every image has one row of pixels
+# those of which every tile of an image has a row of pixels and one of the mask; frames of videos are images
+TILE_ROWS = frozenset({"SmolVLMForConditionalGeneration"})
+TAKES_PREPARED = PATCH_ROWS | IMAGE_ROWS | TILE_ROWS
 SECONDS = "second_per_grid_ts"  # of videos of Qwen2.5-VL
-NAMES = frozenset({"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", SECONDS})
+MASK, TILES = "pixel_attention_mask", "num_patches"  # of tiles; vLLM's name for the number of tiles of each image
+NAMES = frozenset({"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", SECONDS, MASK})
 
 
 def normalization_options(config: Any) -> dict[str, Any]:
@@ -38,7 +44,7 @@ def normalization_options(config: Any) -> dict[str, Any]:
     Args:
         config: of the model, from transformers.
     """
-    takes = not (PATCH_ROWS | IMAGE_ROWS).isdisjoint(config.architectures or ())
+    takes = not TAKES_PREPARED.isdisjoint(config.architectures or ())
     return {"mm_device_do_normalize": False} if takes else {}
 
 
@@ -49,14 +55,15 @@ def takes_prepared(model_config: Any) -> bool:
         model_config: `vllm.LLM(...).model_config`.
     """
     of_media = model_config.multimodal_config
-    is_known = model_config.architecture in PATCH_ROWS | IMAGE_ROWS
+    is_known = model_config.architecture in TAKES_PREPARED
     return is_known and of_media is not None and not of_media.mm_device_do_normalize
 
 
 def has_prepared(request: Sample) -> bool:
     """Whether a sample has images or videos, which go into its hashes, no audios, and tensors of known names alone."""
     places = sum(len(runs) for runs in request.placeholders.values())
-    has_all = 0 < places == len(request.images) + len(request.videos)
+    videos = sum(len(one.frames) for one in request.videos) if MASK in request.vision else len(request.videos)
+    has_all = 0 < places == len(request.images) + videos
     return has_all and bool(request.vision) and set(request.vision) <= NAMES and not request.audios
 
 
@@ -72,29 +79,43 @@ def prepared_prompt(request: Sample, processor: Any, model_config: Any) -> Any:
     from vllm.inputs import mm_input
     from vllm.multimodal import MultiModalHasher, MultiModalKwargsItems
 
-    algorithm = model_config.multimodal_config.mm_hasher_algorithm
-    hashes = {
-        "image": [MultiModalHasher.hash_kwargs(algorithm, image=image) for image in request.images],
-        "video": [MultiModalHasher.hash_kwargs(algorithm, video=one.frames, fps=one.fps) for one in request.videos],
-    }
+    vision = _tiles(request, processor) if MASK in request.vision else request.vision
+    images: Sequence[Any] = request.images
+    videos = [{"video": one.frames, "fps": one.fps} for one in request.videos]
+    if TILES in vision:  # frames are images too
+        images, videos = vision["pixel_values"].split(vision[TILES].tolist()), []
+    digest = partial(MultiModalHasher.hash_kwargs, model_config.multimodal_config.mm_hasher_algorithm)
+    hashes = {"image": [digest(image=one) for one in images], "video": [digest(**one) for one in videos]}
     kinds = [kind for kind in hashes if hashes[kind]]
-    cast = {name: x.to(model_config.dtype) for name, x in request.vision.items() if name in PIXEL_KEYS.values()}
+    cast = {name: x.to(model_config.dtype) for name, x in vision.items() if name in PIXEL_KEYS.values()}
     return mm_input(
         prompt_token_ids=expand_placeholders(request.compact_ids, request.placeholders),
-        mm_kwargs=MultiModalKwargsItems.from_hf_inputs(BatchFeature({**request.vision, **cast}), _fields(request)),
+        mm_kwargs=MultiModalKwargsItems.from_hf_inputs(BatchFeature({**vision, **cast}), _fields(vision)),
         mm_hashes={kind: hashes[kind] for kind in kinds},
         mm_placeholders={kind: _places(request, processor, kind) for kind in kinds},
     )
 
 
-def _fields(request: Sample) -> dict[str, Any]:
+def _tiles(request: Sample, processor: Any) -> dict[str, torch.Tensor]:
+    """The vision tensors of a sample of SmolVLM with a row for each tile, and the number of tiles of each image."""
+    image = placeholder_id(processor, "image")
+    tokens = [list(run.tokens).count(image) for run in request.placeholders[image] if isinstance(run, Expansion)]
+    tiles = torch.tensor(tokens) // processor.image_seq_len
+    return {**{name: x[0] for name, x in request.vision.items()}, TILES: tiles}
+
+
+def _fields(vision: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """How vLLM divides each tensor among the images or videos of a sample."""
     from vllm.multimodal.inputs import MultiModalFieldConfig
 
+    if TILES in vision:
+        of_tiles = MultiModalFieldConfig.flat_from_sizes("image", vision[TILES])
+        tiles = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+        return {"pixel_values": of_tiles, MASK: of_tiles, TILES: tiles}
     fields = {}
     for kind in ("image", "video"):
         fields[PIXEL_KEYS[kind]] = MultiModalFieldConfig.batched(kind)
-        if (grids := request.vision.get(grid_name := f"{kind}_grid_thw")) is not None:
+        if (grids := vision.get(grid_name := f"{kind}_grid_thw")) is not None:
             fields[PIXEL_KEYS[kind]] = MultiModalFieldConfig.flat_from_sizes(kind, grids.prod(-1))
             fields[grid_name] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
     return fields | {SECONDS: MultiModalFieldConfig.batched("video", keep_on_cpu=True)}

@@ -17,7 +17,7 @@ from rlkit.data.samples import Audio, Expansion, Sample, Video, expand_placehold
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.families import has_bidirectional_images
-from rlkit.vlm.processors import GLM_PROCESSORS, OMNI_PROCESSORS, QWEN2_5_OMNI, placeholder_id
+from rlkit.vlm.processors import FRAMES_AS_IMAGES, GLM_PROCESSORS, OMNI_PROCESSORS, QWEN2_5_OMNI, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 
@@ -119,15 +119,21 @@ def _check_video_normalization(requests: Sequence[Sample], processor: Any) -> No
             )
 
 
-def check_videos(requests: Sequence[Sample], processor: Any, *, in_tower: bool = True) -> None:
+def check_videos(requests: Sequence[Sample], processor: Any, *, prepared: bool = False) -> None:
     """Raise a ValueError for videos that vLLM refuses, or of which it would compute other inputs than the trainer.
 
     Args:
-        in_tower: whether vLLM normalizes pixels in the vision tower.
+        prepared: whether vLLM is given the pixels that the trainer has prepared, and does not normalize them.
     """
-    if in_tower:
-        _check_video_normalization(requests, processor)
     name = type(processor).__name__
+    if not prepared:
+        _check_video_normalization(requests, processor)
+        if name in FRAMES_AS_IMAGES and (count := sum(len(request.videos) for request in requests)):
+            raise ValueError(
+                f"videos: expected none of a {name} for servers of vLLM and ranks that share an engine, as vLLM takes "
+                f"no videos of it, and frames only where the trainer has prepared them, got {count}; use rollout 'hf', "
+                "or 'vllm' without tensor_parallel_size"
+            )
     if name not in GLM_PROCESSORS:
         return
     for request in requests:

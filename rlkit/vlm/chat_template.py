@@ -29,8 +29,10 @@ from rlkit.data.samples import (
 )
 from rlkit.vlm.audios import load_audios
 from rlkit.vlm.encoding import encode_text
+from rlkit.vlm.frames import text_with_frames
 from rlkit.vlm.images import load_image
 from rlkit.vlm.inputs import VIDEO_TIME_KEYS
+from rlkit.vlm.processors import FRAMES_AS_IMAGES
 from rlkit.vlm.videos import load_videos
 
 SET_BY_RENDER = frozenset({"messages", "add_generation_prompt"})
@@ -335,6 +337,7 @@ def encode_chat(prompt: Sample, processor: Any, ends: Sequence[int], max_tokens:
     mask: list[bool] = []
     rest: list[int] = []  # tokens that the template writes after the last end token
     rendered = ""  # the chat up to and including the last answer
+    videos = iter(prompt.videos)
     for i, one in enumerate(messages):
         if one["role"] != "assistant":
             continue
@@ -344,7 +347,10 @@ def encode_chat(prompt: Sample, processor: Any, ends: Sequence[int], max_tokens:
             raise ValueError(
                 f"{_where(row)}: expected a chat template that keeps an answer when messages follow, got a change"
             )
-        context = rest + tokenizer(turn.before.removeprefix(rendered), add_special_tokens=False)["input_ids"]
+        between = turn.before.removeprefix(rendered)
+        if prompt.videos and type(processor).__name__ in FRAMES_AS_IMAGES:
+            between = text_with_frames(processor, between, videos)
+        context = rest + tokenizer(between, add_special_tokens=False)["input_ids"]
         compact += context + turn.ids
         mask += [False] * len(context) + [True] * len(turn.ids)
         rendered, rest = turn.after, turn.rest

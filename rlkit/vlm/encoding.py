@@ -26,13 +26,14 @@ from rlkit.data.samples import (
     prompt_sample,
 )
 from rlkit.vlm.expansions import expansions_by_kind
+from rlkit.vlm.frames import images_and_frames, text_with_frames
 from rlkit.vlm.processors import (
     AUDIO_PROCESSORS,
+    FRAMES_AS_IMAGES,
     GEMMA3N,
     OMNI_PROCESSORS,
     STACKED_VIDEOS,
     TWO_FRAMES_AT_LEAST,
-    VIDEO_OBSTACLES,
     VIDEO_PROCESSORS,
     feature_id,
     placeholder_id,
@@ -75,9 +76,11 @@ def encode_text(
     tokenizer = getattr(processor, "tokenizer", processor)
     compact = tokenizer(text, add_special_tokens=False)["input_ids"]
     arguments = _media_arguments(processor, media)
-    _check_counts(processor, compact, media)
+    _check_counts(processor, text, compact, media)
     if not any(media.values()):
         return prompt_sample(compact)
+    if videos and type(processor).__name__ in FRAMES_AS_IMAGES:
+        return _encode_frames(processor, text, media, arguments)
     if videos and type(processor).__name__ in OMNI_PROCESSORS and text != _bracketed_video(processor):
         return _encode_videos_apart(processor, text, compact, media)
     processed = _call_processor(processor, text, media, arguments)
@@ -220,13 +223,33 @@ def _encode_videos_apart(
     return joined
 
 
-def _check_counts(processor: Any, tokens: Sequence[int], media: Mapping[str, Sequence[Any]]) -> None:
+def _encode_frames(
+    processor: Any, text: str, media: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any]
+) -> Sample:
+    """`encode_text` for a text of SmolVLM with videos: in both tracks each frame is an image.
+
+    Args:
+        media: kind -> images, videos or audios.
+        arguments: of the processor, those of its image processor among them.
+    """
+    of_videos = {name: x for name, x in arguments.items() if name != "images"}
+    texts, vision = images_and_frames(processor, text, media["image"], of_videos)
+    text = text_with_frames(processor, text, iter(media["video"]))
+    (expanded,), (replacements,) = processor.get_text_with_replacements([text], images_replacements=texts)
+    compact, ids = (processor.tokenizer(one, add_special_tokens=False)["input_ids"] for one in (text, expanded))
+    processed = _Processed(ids, replacements, vision)
+    placeholders = _placeholders(processor, text, compact, processed, {"image": texts})
+    decoded = {"images": media["image"], "videos": list(media["video"])}
+    return prompt_sample(ids, compact, vision=vision, placeholders=placeholders, **decoded)
+
+
+def _check_counts(processor: Any, text: str, tokens: Sequence[int], media: Mapping[str, Sequence[Any]]) -> None:
     """Check that a prompt has as many placeholders as media of each kind.
 
     The numbers differ if, for example, the text of a question contains a placeholder.
 
     Args:
-        tokens: of the prompt, before placeholders are expanded.
+        text, tokens: of the prompt, before placeholders are expanded.
         media: kind -> images, videos or audios.
 
     Raises:
@@ -234,6 +257,8 @@ def _check_counts(processor: Any, tokens: Sequence[int], media: Mapping[str, Seq
     """
     feature = feature_id(processor)
     counts = [(kind, tokens.count(placeholder_id(processor, kind)), len(given)) for kind, given in media.items()]
+    if media["video"] and type(processor).__name__ in FRAMES_AS_IMAGES:
+        counts[1] = ("video", text.count(processor.video_token), len(media["video"]))
     if feature not in (None, placeholder_id(processor, "image")):
         counts.append(("image feature", tokens.count(feature), 0))
     for kind, slots, given in counts:
@@ -260,8 +285,6 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         ValueError: a family without videos, or no torchvision.
     """
     name = type(processor).__name__
-    if why := VIDEO_OBSTACLES.get(name):
-        raise ValueError(f"videos: expected none, as {why} ({name}), got {len(videos)}")
     if name not in VIDEO_PROCESSORS:
         raise ValueError(f"videos: expected a model with one of {', '.join(sorted(VIDEO_PROCESSORS))}, got {name}")
     if getattr(processor, "video_processor", None) is None:

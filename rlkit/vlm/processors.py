@@ -18,6 +18,8 @@ OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
 # processors whose audios are tested: both tracks, position ids, training and sampling
 AUDIO_PROCESSORS = OMNI_PROCESSORS | {GEMMA3N, "Gemma4Processor", "Gemma4UnifiedProcessor"}
 GLM_PROCESSORS = frozenset({"Glm4vProcessor", "Glm46VProcessor"})  # of GLM-4.1V, 4.5V, 4.6V and OCR
+# processors without a token for a video, which write its frames as images
+FRAMES_AS_IMAGES = frozenset({"SmolVLMProcessor"})
 # processors whose videos are tested likewise
 VIDEO_PROCESSORS = frozenset(
     {
@@ -34,16 +36,13 @@ VIDEO_PROCESSORS = frozenset(
         "Cosmos3EdgeProcessor",
         "Glm5NextProcessor",
         "Kimi_K25Processor",
+        *FRAMES_AS_IMAGES,
         *OMNI_PROCESSORS,
     }
 )
 TWO_FRAMES_AT_LEAST = GLM_PROCESSORS | {"Qwen3VLProcessor", "CohereCompassProcessor"}
 # processors that stack the videos of a row, which then have the same number of frames
-STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor"})
-# processor -> why videos of its family are refused
-VIDEO_OBSTACLES = {
-    "SmolVLMProcessor": "the processor of transformers 5.19 loses the images of a row with a video",
-}
+STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor", *FRAMES_AS_IMAGES})
 
 
 def placeholder_id(processor: Any, kind: str) -> Any:

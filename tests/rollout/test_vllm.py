@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from isolated_cases import require, run_cases
@@ -16,7 +17,7 @@ from transformers import AutoConfig, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from family_configs import BASE, COMPASS, GLM5, QWEN4, TEXT, VISION
 
-from rlkit.data.samples import prompt_sample
+from rlkit.data.samples import Video, prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.adapters import ADAPTER_ID
 from rlkit.rollout.inference_requests import finished_sample
@@ -50,7 +51,7 @@ BFLOAT16_TOLERANCE = 0.08
 OTHER_CPU = "deepseek_v3/other_cpu"
 # cases whose images and videos the trainer prepares for vLLM
 PREPARED = ["qwen2_5_vl", "qwen3_vl", "two_ranks/qwen2_5_vl"]
-PREPARED += [f"family/{name}" for name in ("glm4v", "glm4v_moe", "llava", "qwen2_vl", "qwen3_vl_moe")]
+PREPARED += [f"family/{name}" for name in ("glm4v", "glm4v_moe", "llava", "qwen2_vl", "qwen3_vl_moe", "smolvlm")]
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
@@ -530,6 +531,7 @@ def test_inputs_are_prepared_where_vllm_does_not_normalize_them_again():
         return SimpleNamespace(architecture=architecture, multimodal_config=of_media)
 
     assert takes_prepared(model("Qwen3VLForConditionalGeneration", False))
+    assert takes_prepared(model("SmolVLMForConditionalGeneration", False))
     assert not takes_prepared(model("Qwen3VLForConditionalGeneration", True))
     assert not takes_prepared(model("TransformersMultiModalForCausalLM", False))
     assert not takes_prepared(SimpleNamespace(architecture="LlavaForConditionalGeneration", multimodal_config=None))
@@ -551,6 +553,16 @@ def test_prompts_of_other_inputs_are_prepared_by_vllm():
         {"images": []},
     )
     assert not any(has_prepared(replace(request, **other)) for other in others)
+
+
+def test_frames_of_smolvlm_are_images_that_the_trainer_has_prepared():
+    """As many as the video has frames; the mask of tiles says that it is this family."""
+    video = Video(np.zeros((3, 2, 2, 3), "uint8"), 2.0)
+    vision = {"pixel_values": torch.zeros(1, 4, 3, 2, 2), "pixel_attention_mask": torch.ones(1, 4, 2, 2)}
+    media = {"images": [object()], "videos": [video], "vision": vision}
+    request = prompt_sample([8] * 8, [8] * 4, placeholders={8: [2] * 4}, **media)
+    assert has_prepared(request) and not has_prepared(replace(request, videos=[]))
+    assert not has_prepared(replace(request, vision={"pixel_values": vision["pixel_values"]}))
 
 
 def test_a_request_carries_the_compact_track():

@@ -1,6 +1,7 @@
 """Every family through its own processor, the engine, the sampler, freezing and LoRA; all in this process, tiny."""
 
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import groupby
@@ -13,6 +14,7 @@ from einops import rearrange
 from PIL import Image
 from torch.nn.functional import interpolate
 from torch.nn.utils.rnn import pad_sequence
+from transformers.video_utils import VideoMetadata
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
@@ -21,6 +23,7 @@ from test_families import TEXT, WAYS, all_at_once, gradients, one_at_a_time, tex
 
 from rlkit.data import append_observation, append_response, collate  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
+from rlkit.data.messages import prompt_of  # noqa: E402
 from rlkit.data.samples import AUDIO_MASKS, Audio, Video, check_tracks, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
@@ -94,7 +97,7 @@ def clip(frames, width, height, fps=2.5):
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
 WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "gemma4_unified", "minicpmv4_6"]
-WATCHES += ["ernie4_5_vl_moe", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm5_next", "kimi_k25"]
+WATCHES += ["ernie4_5_vl_moe", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm5_next", "kimi_k25", "smolvlm"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -111,12 +114,12 @@ OMNI_CLIPS = [  # Qwen3-Omni's rates are 2 frames per second or 1
 def clips(family):
     """With videos that fit the family.
 
-    The processors of InternVL and MiniCPM-V stack the videos of a row. That of Gemma 4 makes at least 35 tokens of a
-    frame, fewest of narrow ones, and writes its time in whole seconds. Kimi K2.5 merges up to four frames.
+    The processors of InternVL, MiniCPM-V and SmolVLM stack the videos of a row. That of Gemma 4 makes at least 35
+    tokens of a frame, fewest of narrow ones, and writes its time in whole seconds. Kimi K2.5 merges up to four frames.
     """
     if family == "kimi_k25":
         return [([clip(5, 17, 33)], *CLIPS[0][1:]), CLIPS[1]]
-    if family in ("internvl", "minicpmv4_6"):
+    if family in ("internvl", "minicpmv4_6", "smolvlm"):
         return [CLIPS[0], ([clip(3, 20, 20), clip(3, 24, 12)], *CLIPS[1][1:])]
     if family.startswith("gemma4"):
         narrow = [clip(frames, 176, 10, 0.8) for frames in (2, 1)]
@@ -247,7 +250,7 @@ def test_paddleocr_resizes_position_embeddings_as_published():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("family", WATCHES)
+@pytest.mark.parametrize("family", [family for family in WATCHES if family != "smolvlm"])
 def test_both_tracks_of_videos_are_the_processors_own(family):
     """And the position ids are those of the model's own `get_rope_index`."""
     processor, base = reader(family), model(family)
@@ -281,6 +284,90 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
         expected, _ = base.model.get_rope_index(own["input_ids"], own["mm_token_type_ids"], **grids)
         found = positions(sample, replace(spec, advance_over_time=False))
         assert torch.equal(found, expected) and {"pixel_values_videos", "video_grid_thw"} <= {*sample.vision}
+
+
+def own_smolvlm(messages, videos, images):
+    """What transformers' processor makes of the messages of a chat."""
+    filled, given = deepcopy(messages), {"video": iter(videos), "image": iter(images)}
+    for part in (part for one in filled for part in one["content"] if part["type"] in given):
+        part[part["type"]] = next(given[part["type"]])
+    metadata = [
+        VideoMetadata(total_num_frames=len(x), fps=2.5, duration=len(x) / 2.5, frames_indices=[*range(len(x))])
+        for x in videos
+    ]
+    options = {"video_metadata": metadata, "do_sample_frames": False, "return_tensors": "pt"}
+    return reader("smolvlm").apply_chat_template(
+        filled, tokenize=True, return_dict=True, add_generation_prompt=True, processor_kwargs=options
+    )
+
+
+def test_both_tracks_of_smolvlms_videos_are_the_processors_own():
+    """Given a chat; it loses the pixels of images beside videos, which are those of images alone, in their places."""
+    processor, size = reader("smolvlm"), 4
+    alone, mixed = watching_prompts("smolvlm")
+    for sample, (videos, images, _) in zip((alone, mixed), clips("smolvlm"), strict=True):
+        check_tracks(sample)
+        frames = [one["frames"] for one in videos]
+        own = own_smolvlm(prompt_of(sample.row).messages, frames, images)
+        assert sample.token_ids == own["input_ids"][0].tolist()
+        pixels, mask = own["pixel_values"].flatten(0, 1), own["pixel_attention_mask"].flatten(0, 1)
+        assert len(pixels) == sum(map(len, frames)) == sample.compact_ids.count(processor.image_token_id) - len(images)
+        if images:  # an image of 5 tiles between two videos of 3 frames
+            seen = processor(text=["<image>"], images=images, return_tensors="pt")
+            pixels, mask = (
+                torch.cat([x[:3], seen[name][0], x[3:]])
+                for name, x in (("pixel_values", pixels), ("pixel_attention_mask", mask))
+            )
+        assert torch.equal(sample.vision["pixel_values"][0], pixels) and sample.vision["pixel_values"].ndim == 5
+        assert torch.equal(sample.vision["pixel_attention_mask"][0], mask)
+        assert sample.token_ids.count(processor.image_token_id) == size * len(pixels)
+    text = processor.tokenizer.decode(mixed.compact_ids)
+    assert text.count("series of three frames from a 0:00:01 [H:MM:SS] video.\n\nFrame from 00:00:<image>") == 2
+    assert "how You are" in text and "is <image> You are" in text and "<video>" not in text
+
+
+def test_a_chat_with_videos_of_smolvlm_is_trained_on_its_answers():
+    """The template of such a chat is not that of the model, but one in transformers."""
+    processor, end = reader("smolvlm"), reader("smolvlm").tokenizer.convert_tokens_to_ids("<end_of_utterance>")
+    video, text = {"type": "video"}, {"type": "text", "text": "how many"}
+    messages = [
+        {"role": "user", "content": [video, text]},
+        {"role": "assistant", "content": "digit"},
+        {"role": "user", "content": [text, video, {"type": "image"}]},
+        {"role": "assistant", "content": "user"},
+    ]
+    media = {"videos": [clip(2, 20, 20), clip(2, 24, 12)], "images": [image(40, 18)]}
+    prompt = encode_prompt(processor, chat_row({"messages": messages, **media, "where": "row"}))
+    sample = encode_chat(prompt, processor, [end], 500)
+    check_tracks(sample)
+    assert sample.token_ids[: len(prompt.token_ids)] == prompt.token_ids
+    assert processor.tokenizer.decode(sample.response_ids) == " digit<end_of_utterance> user<end_of_utterance>"
+    (short,) = encode_answers(prompt, processor, ["user"], [end], 500)
+    assert short.token_ids == sample.token_ids
+
+
+def test_videos_of_smolvlm_that_cannot_be_used_are_named(tmp_path):
+    processor, row = reader("smolvlm"), {"question": "how many?", "where": "row 3"}
+    with pytest.raises(ValueError, match=r"^row 3: video .*none\.mp4.*: cannot be read: "):
+        encode_prompt(processor, {**row, "video": str(tmp_path / "none.mp4")})
+    with pytest.raises(ValueError, match=r"^row 3: expected a prompt of at most 400 tokens, got \d+$"):
+        encode_prompt(processor, {**row, "video": clip(40, 20, 20)}, max_tokens=400)
+    with pytest.raises(ValueError, match=r"^videos: expected 2, one per placeholder in the prompt, got 1$"):
+        encode_text(processor, "<video> or <video>?", videos=[Video(clip(2, 20, 20)["frames"], 2.0)])
+    larger = deepcopy(processor)
+    larger.video_processor.max_image_size = {"longest_edge": 32}
+    with pytest.raises(ValueError, match=r"^row: videos: expected frames of the size of images' tiles, got \[\(16, 16"):
+        encode_prompt(larger, {"question": "?", "videos": [clip(2, 20, 20)], "images": [image(20, 20)]})
+    assert encode_prompt(processor, {"question": "a <video>?"}).vision == {}  # without videos it is text
+
+
+def test_videos_of_smolvlm_go_to_vllm_as_prepared_only():
+    """It has no videos of the family, and would split frames into tiles."""
+    requests, processor = watching_prompts("smolvlm"), reader("smolvlm")
+    check_videos(prompts("smolvlm"), processor)
+    check_videos(requests, processor, prepared=True)
+    with pytest.raises(ValueError, match="^videos: expected none of a SmolVLMProcessor for servers .* got 3; use"):
+        check_videos(requests, processor)
 
 
 @pytest.mark.parametrize("family", OMNI)
@@ -468,25 +555,6 @@ def test_media_of_kimi_k25_that_vllm_does_not_take_are_refused():
         check_vision_chunks(watching_prompts("kimi_k25"), config)
 
 
-VIDEOS_REFUSED = {  # family -> (the text of the error, a prompt with a video)
-    "smolvlm": ("the processor of transformers 5.19 loses the images of a row with a video", "<image><video>"),
-}
-
-
-@pytest.mark.parametrize("family", VIDEOS_REFUSED)
-def test_videos_that_transformers_does_not_support_are_refused(family):
-    """The cause is still there: otherwise these families can be supported."""
-    (why, text), processor, frames = VIDEOS_REFUSED[family], reader(family), clip(3, 20, 20)["frames"]
-    with pytest.raises(ValueError, match=f"^videos: expected none, as {why}.* got 1$"):
-        encode_text(processor, text, videos=[Video(frames, 2.0)])
-    images = {"images": [image(20, 20)]} if "<image>" in text else {}
-    metadata = {"fps": 2.0, "total_num_frames": 3, "frames_indices": [0, 1, 2]}
-    videos = {"videos": [[frames]], "video_metadata": [metadata], "do_sample_frames": False}
-    own = processor(text=[text], **videos, **images, return_tensors="pt")
-    if family == "smolvlm":  # its model fails with an index that is out of bounds
-        assert len(own["pixel_values"][0]) == 3 < own["input_ids"].eq(processor.image_token_id).sum() // 4
-
-
 def reference_inputs(family, base, sample):
     """Those of transformers' forward of one row.
 
@@ -623,7 +691,7 @@ def test_the_token_of_a_video_is_not_sampled_by_internvl():
     [
         *(
             (name, (3, 2), "as many frames in each video of a row, .* of 2 and 3")
-            for name in ("internvl", "minicpmv4_6")
+            for name in ("internvl", "minicpmv4_6", "smolvlm")
         ),
         ("glm4v", (3, 1), "at least 2 frames, as Glm4vProcessor merges two into one, got 1; raise video_fps"),
         ("qwen3_vl", (3, 1), "at least 2 frames, as Qwen3VLProcessor merges two into one, got 1; raise video_fps"),
