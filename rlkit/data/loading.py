@@ -241,7 +241,7 @@ def _unreadable(row: Row, error: ValueError) -> Row:
 
 
 def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_task) -> Task:
-    """Replaces the held-out rows of a task, by one of these. Held-out rows are never trained on.
+    """Replaces the held-out rows of a task. They are never trained on. `heldout` is one of these:
 
     - a file (`heldout.jsonl`) or a split of the data set (`validation`). All other rows are trained on.
     - `all`, for evaluation: every row of a file, or of all splits.

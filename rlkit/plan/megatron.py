@@ -360,7 +360,7 @@ def head_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch) -> int:
 
 
 def _gathered(cfg: Any, trained: dict[str, Any]) -> dict[str, int]:
-    """Bytes of the hand-over: one bucket of matrices with their parts; the whole model if transformers samples.
+    """Bytes of the weight sync: one bucket of matrices with their parts; the whole model if transformers samples.
 
     A matrix that is larger than a bucket is gathered alone.
     """

@@ -9,7 +9,7 @@ from typing import Any
 Z = 1.96  # quantile of the normal distribution for 95 %
 LOSSES = ("loss", "perplexity", "bits_per_byte", "divergence")  # parts of the names of results that are no rewards
 NOT_MEASURED = ("unjudged", "unanswered")  # results that are numbers of rows without a reward
-OF_A_MEAN = ("_error", "_rows")  # ends of names: the standard error of a mean, and how many rows it is the mean of
+MEAN_SUFFIXES = ("_error", "_rows")  # of names: the standard error of a mean, and how many rows it is the mean of
 
 
 def confidence_interval(mean: float, error: float, count: float) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def intervals(found: Mapping[str, Any], rows: Any, when: str = "") -> dict[str, 
     shares, also those of other tools such as `acc`, and get `confidence_interval`. The number of values is NAME_rows,
     the rows that NAME is the mean of: `accuracy` that of the rows whose greedy answer was judged, the mean reward of
     samples that of the rows with a judged sample, and pass@k that of the rows with at least k judged samples. Without
-    a NAME_rows, as in results of other tools, it is `rows`.
+    a NAME_rows, as in results of other tools and of earlier runs, it is `rows`.
 
     Args:
         found: results by name. What is not a finite number has no interval.
@@ -62,9 +62,8 @@ def intervals(found: Mapping[str, Any], rows: Any, when: str = "") -> dict[str, 
     """
     made = {}
     for name, mean in found.items():
-        error: Any
-        error, of_mean = (found.get(f"{name.removesuffix(when)}{end}{when}") for end in OF_A_MEAN)
-        count: Any = next((x for x in (of_mean, rows) if _is_finite(x)), 1)
+        error, counted = (found.get(f"{name.removesuffix(when)}{suffix}{when}") for suffix in MEAN_SUFFIXES)
+        count: Any = next((x for x in (counted, rows) if _is_finite(x)), 1)
         if name.endswith(when) and _is_finite(mean) and _is_finite(error):
             if any(part in name for part in LOSSES):
                 made[name] = mean - Z * error, mean + Z * error

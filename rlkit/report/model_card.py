@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.report.intervals import NOT_MEASURED, OF_A_MEAN, intervals
+from rlkit.report.intervals import MEAN_SUFFIXES, NOT_MEASURED, intervals
 from rlkit.tracking import CONFIG, EVAL, read_object
 
 CARD, CURVE = "README.md", "learning_curve.png"
@@ -106,7 +106,7 @@ def _means(evaluation: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: x
         for name, x in evaluation.items()
-        if isinstance(x, int | float) and math.isfinite(x) and name not in left_out and not name.endswith(OF_A_MEAN)
+        if isinstance(x, int | float) and math.isfinite(x) and name not in left_out and not name.endswith(MEAN_SUFFIXES)
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlkit.report.answers import answers_for_page
 from rlkit.report.curves import grouped, is_number, numbers
-from rlkit.report.intervals import OF_A_MEAN, intervals
+from rlkit.report.intervals import MEAN_SUFFIXES, intervals
 from rlkit.tracking import CONFIG, EVAL, METRICS, read_metrics, read_object
 
 HERE = Path(__file__).parent
@@ -83,7 +83,9 @@ def with_evaluations(rows: Sequence[Mapping[str, Any]], evaluations: Any) -> lis
     by_step = {row["step"]: dict(row) for row in rows}
     for one in evaluations if isinstance(evaluations, list) else ():
         if isinstance(one, dict) and isinstance(step := one.get("step"), int):
-            found = {f"heldout/{name}": x for name, x in one.items() if name != "step" and not name.endswith(OF_A_MEAN)}
+            found = {
+                f"heldout/{name}": x for name, x in one.items() if name != "step" and not name.endswith(MEAN_SUFFIXES)
+            }
             by_step[step] = {"step": step, **by_step.get(step, {}), **found}
     return [by_step[step] for step in sorted(by_step)]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from rlkit.report.intervals import NOT_MEASURED, OF_A_MEAN
+from rlkit.report.intervals import MEAN_SUFFIXES, NOT_MEASURED
 from rlkit.runs.evaluation import with_intervals
 from rlkit.tracking import EVAL, METRICS, Run, read_metrics, read_object
 
@@ -46,7 +46,7 @@ def _before_and_after(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     texts = {when: with_intervals(evaluation, evaluation.get("heldout"), f"_{when}") for when in ("before", "after")}
     for name in evaluation:
         measured, is_after, _ = name.partition("_after")
-        if is_after and not measured.endswith(OF_A_MEAN) and measured not in NOT_MEASURED:
+        if is_after and not measured.endswith(MEAN_SUFFIXES) and measured not in NOT_MEASURED:
             both = [
                 f"{shown[f'{measured}_{when}']} {when}"
                 for when, shown in texts.items()

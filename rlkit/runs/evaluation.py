@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.report.intervals import NOT_MEASURED, OF_A_MEAN, intervals
+from rlkit.report.intervals import MEAN_SUFFIXES, NOT_MEASURED, intervals
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.export import export_model
 from rlkit.runs.rollouts import is_replay
@@ -81,7 +81,7 @@ def with_intervals(results: Mapping[str, Any], rows: Any, when: str = "") -> dic
     return {
         name: f"{x:.3f}{texts.get(name, '')}"
         for name, x in results.items()
-        if isinstance(x, int | float) and name.endswith(when) and not name.removesuffix(when).endswith(OF_A_MEAN)
+        if isinstance(x, int | float) and name.endswith(when) and not name.removesuffix(when).endswith(MEAN_SUFFIXES)
     }
 
 

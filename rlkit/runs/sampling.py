@@ -42,7 +42,7 @@ def encode_share(
     engine: Any,
     **options: Any,
 ) -> tuple[list[T], list[str]]:
-    """Encode the prompts of this rank's share of some rows, and convert each to what the caller needs.
+    """Encode the prompts of this rank's share of some rows, and call `convert` with each of them.
 
     A row is skipped, and named in the log, if `encode_prompt` or `convert` raises a ValueError.
 

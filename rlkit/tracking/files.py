@@ -41,7 +41,8 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 def drop_last_rows(path: Path, dropped: Callable[[dict[str, Any]], bool]) -> None:
     """Cuts the end of a metrics.jsonl or samples.jsonl off, after the last row that is not to be dropped.
 
-    Rows are in the order of their steps, so that a large file is neither read nor written as a whole.
+    Rows are in the order of their steps, so all that is dropped is at the end. The file is neither read nor written as
+    a whole.
     """
     if not path.stat().st_size:  # an empty file cannot be mapped
         return

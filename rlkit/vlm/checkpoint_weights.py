@@ -1,4 +1,4 @@
-"""The weights of a model as its checkpoint files, and peft's adapter files, have them: names, and form of tensors.
+"""Converts the weights of a model in training to the names and shapes of its checkpoint files, or peft's adapter files.
 
 A model in training may have adapters, base weights in 4 bits, and other names than its files: `merged_parameters`
 merges and dequantizes, and `checkpoint_parameters` converts the result to what the files have.

@@ -280,7 +280,7 @@ def _warm_up(
         chosen = drawn = rng.integers(len(rows), size=32).tolist()
         try:
             inputs = _inputs_and_labels(processor, [(rows[i], labels[i]) for i in chosen])
-        except Exception:  # processors have errors of their own; one that is no row's fault is raised again below
+        except Exception:  # processors have errors of their own; an error that no row causes is raised again below
             chosen = [i for i in drawn if reason(i) is None]
             if not chosen:
                 continue

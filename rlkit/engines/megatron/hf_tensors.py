@@ -1,6 +1,6 @@
-"""The tensors of a model's files, and the parameters of the transformers module, which has all experts in one tensor.
+"""Converts the tensors of a model's files, of which each expert has its own, to parameters of the transformers module.
 
-Names of tensors are those of the files, where each expert has tensors of its own.
+In the module one tensor has all experts of a layer. Names of tensors are those of the files.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _ExpertMatrix:
     number: int
     rows: slice
 
-    def getshape_of(self) -> list[int]:
+    def get_shape(self) -> list[int]:
         return [self.rows.stop - self.rows.start, *shape_of(self.experts)[2:]]
 
     def __getitem__(self, _: Any) -> Tensor:

@@ -170,7 +170,10 @@ def _split_among_ranks(
 
 
 def _fill_token(rows: _PaddedRows) -> Tensor:
-    """The last token of a row: the embedding of padding may be zeros, for which gradients of Gemma 3n are nan."""
+    """The token that fills padding: the last one of the first row, which is text unless a row ends with an image.
+
+    It is not the padding token, whose embedding may be zeros, for which gradients of Gemma 3n are nan.
+    """
     return rows.tokens[0, rows.lengths[0] - 1]
 
 
