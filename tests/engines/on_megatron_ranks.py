@@ -41,6 +41,7 @@ from rlkit.engines.megatron.supported import ParallelDims  # noqa: E402
 from rlkit.engines.megatron.weights import is_tied_copy, megatron_to_hf  # noqa: E402
 from rlkit.engines.value_head import load_value_model, with_value_head  # noqa: E402
 from rlkit.plan import megatron as plan  # noqa: E402
+from rlkit.plan import megatron_links  # noqa: E402
 from rlkit.vlm import load_model  # noqa: E402
 from rlkit.vlm.checkpoint_weights import checkpoint_parameters  # noqa: E402
 
@@ -309,9 +310,9 @@ def sent_and_planned(kind, model, options):
     with Sent() as sent:
         engine.train_batch(batch, losses[0], OUTPUTS[losses])
     dims, tokens = ParallelDims(**options), prompts * (prompt + answer)
-    groups = plan.groups(dims, 2, 2)
-    activations = plan.activation_link_bytes(model.config, dims, groups, tokens, forwards=1, backwards=1)
-    states = plan.update_link_bytes(plan.model_size(model, dims, 2), groups)
+    groups = megatron_links.groups(dims, 2, 2)
+    activations = megatron_links.activation_link_bytes(model.config, dims, groups, tokens, forwards=1, backwards=1)
+    states = megatron_links.update_link_bytes(plan.model_size(model, dims, 2), groups)
     found = {"sent": sent.by_call, "activations": activations.machine, "states": states.machine}
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)

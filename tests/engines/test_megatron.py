@@ -32,7 +32,7 @@ from megatron_groups import destroy_megatron_groups  # noqa: E402
 from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
 
-from rlkit.engines.megatron import weights  # noqa: E402
+from rlkit.engines.megatron import hf_tensors  # noqa: E402
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
 from rlkit.engines.megatron.hf_tensors import files_to_module  # noqa: E402
 from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
@@ -486,7 +486,7 @@ def test_experts_that_are_one_tensor_in_the_files_are_read_one_by_one(tmp_path, 
         with open_slices(model) as slices:
             yield {name: Watched(x) if "experts" in name else x for name, x in slices.items()}
 
-    monkeypatch.setattr(weights, "open_slices", watched_slices)
+    monkeypatch.setattr(hf_tensors, "open_slices", watched_slices)
     engine = make_engine("megatron", model=load_model(str(tmp_path), on_meta=True))
     found = dict(engine.get_per_tensor_param())
     assert found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
