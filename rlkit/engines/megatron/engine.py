@@ -524,10 +524,12 @@ class MegatronEngine:
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and optimizer state to the host, e.g. while a sampler needs the GPU, or back."""
-        if self.device.type == "cpu":
-            return
-        # Megatron's own functions would separate a float32 weight from the optimizer's view of it
-        to_host, weights = torch.device(device).type == "cpu", list(self.model.parameters())
+        if self.device.type != "cpu":
+            self._move(to_host=torch.device(device).type == "cpu", model=model, optimizer=optimizer)
+
+    def _move(self, *, to_host: bool, model: bool, optimizer: bool) -> None:
+        """Megatron's own functions are not used: they separate a float32 weight from the optimizer's view of it."""
+        weights = list(self.model.parameters())
         if model:
             self._weights_on_host.unload(weights) if to_host else self._weights_on_host.load()
         if optimizer and self.optimizer is not None:
