@@ -13,6 +13,7 @@ from rlkit.data.samples import THINKING_TAGS
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 QWEN2_5_OMNI, QWEN3_OMNI, GEMMA3N = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor", "Gemma3nProcessor"
+ONEVISION, VIDEO_LLAMA = "LlavaOnevisionProcessor", "VideoLlama3Processor"
 # these repeat a placeholder and report no replacements of text; a video may have sound
 OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
 # processors whose audios are tested: both tracks, position ids, training and sampling
@@ -34,12 +35,15 @@ VIDEO_PROCESSORS = frozenset(
         "Cosmos3EdgeProcessor",
         "Glm5NextProcessor",
         "Kimi_K25Processor",
+        ONEVISION,
+        VIDEO_LLAMA,
+        "Exaone4_5_Processor",
         *OMNI_PROCESSORS,
     }
 )
 TWO_FRAMES_AT_LEAST = GLM_PROCESSORS | {"Qwen3VLProcessor", "CohereCompassProcessor"}
 # processors that stack the videos of a row, which then have the same number of frames
-STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor"})
+STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor", ONEVISION})
 # processor -> why videos of its family are refused
 VIDEO_OBSTACLES = {
     "SmolVLMProcessor": "the processor of transformers 5.19 loses the images of a row with a video",

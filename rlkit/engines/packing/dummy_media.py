@@ -5,20 +5,24 @@ A model calls its encoders once each for images, videos and audios, and all rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, Sample, append_observation, prompt_sample
+from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, FRAME_COUNTS, Sample, append_observation, prompt_sample
 from rlkit.vlm.families import (
     IMAGE_DIMENSION_FAMILIES,
     PATCH_ROW_FAMILIES,
+    TILED_FAMILIES,
     VISION_EXPERT_FAMILIES,
     audio_mask_name,
     audio_tokens,
     numbers_per_patch,
+    tokens_of_frame,
+    tokens_of_tiled_image,
     tokens_per_image,
 )
 from rlkit.vlm.inputs import PIXEL_KEYS, VIDEO_TIME_KEYS
@@ -54,15 +58,20 @@ def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
     if tensors := _smallest_image(config):
         ids = [config.image_token_id] * image * (2 if config.model_type == "mistral3" else 1)
         vision = dict(tensors) if image else {}
-        if video and config.model_type in ("glm5_next", "kimi_k25"):
+        if video and "image_grid_thw" in tensors:
             if config.model_type == "glm5_next":
                 ids += [config.video_start_token_id, config.image_token_id, config.video_end_token_id]
             else:
                 ids += [config.video_token_id]
-            vision |= {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
+            of_videos = {"pixel_values": "pixel_values_videos"}
+            vision |= {of_videos.get(name, name.replace("image", "video")): x for name, x in tensors.items()}
+            if config.model_type == "video_llama_3":
+                vision["video_compression_mask"] = torch.ones(1, dtype=torch.bool)
         elif video:  # MiniCPM-V 4.6
             ids, vision = [*ids, config.video_token_id], vision | {f"{name}_videos": x for name, x in tensors.items()}
         return prompt_sample(ids, vision=vision)
+    if config.model_type in TILED_FAMILIES:
+        return _dummy_tiles(config, image=image, video=video)
     if tokens := tokens_per_image(config):
         vision = config.vision_config
         side = getattr(vision, "image_size", 32)  # Gemma 3n takes every size that its tower can halve five times
@@ -74,6 +83,21 @@ def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
         f"batch: expected images on every rank or on none, got them on some; no dummy image is known for "
         f"{config.model_type}"
     )
+
+
+def _dummy_tiles(config: Any, *, image: bool, video: bool) -> Sample:
+    """A blank image of the smallest resolution, which is not padded, and a blank video of one frame."""
+    tile, ids, vision = [3, *[config.vision_config.image_size] * 2], [], {}
+    if image:
+        size = min(config.image_grid_pinpoints, key=math.prod)
+        tiles = 1 + math.prod(size) // config.vision_config.image_size**2
+        ids += [config.image_token_id] * tokens_of_tiled_image(size, config)
+        vision |= {"pixel_values": torch.zeros(1, tiles, *tile), "image_sizes": torch.tensor([size])}
+        vision |= {"batch_num_images": torch.ones(1, dtype=torch.long)} if config.model_type != "llava_next" else {}
+    if video:
+        ids += [config.video_token_id] * (tokens_of_frame(config) + 1)
+        vision |= {"pixel_values_videos": torch.zeros(1, 1, *tile), FRAME_COUNTS: torch.tensor([1])}
+    return prompt_sample(ids, vision=vision)
 
 
 def _smallest_image(config: Any) -> dict[str, Tensor]:
@@ -104,10 +128,14 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
         rows, columns = (side**config.merger_times * before for side, before in kernels)
         pixels = torch.zeros(1, vision.num_channels, vision.patch_size, rows * columns * vision.patch_size)
         return {"pixel_values": pixels, "target_sizes": torch.tensor([[rows, columns]], dtype=torch.int32)}
-    if family == "glm5_next":
+    if family in ("exaone4_5", "glm5_next"):
         side = vision.spatial_merge_size
         pixels = torch.zeros(side**2, numbers_per_patch(vision))
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    if family == "video_llama_3":  # images and videos have merge sizes of their own, 1 the smallest
+        one = torch.ones(1, 3, dtype=torch.long)
+        pixels = torch.zeros(1, vision.num_channels * vision.patch_size**2)
+        return {"pixel_values": pixels, "image_grid_thw": one, "image_merge_sizes": one[0, :1]}
     if family in ("kimi_k25", "paddleocr_vl"):
         sides = getattr(vision, "merge_kernel_size", None) or [vision.spatial_merge_size] * 2
         pixels = torch.zeros(sides[0] * sides[1], 3, vision.patch_size, vision.patch_size)
