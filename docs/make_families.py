@@ -4,7 +4,9 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "families.md"
@@ -70,6 +72,15 @@ MEANING = {
 }
 
 
+BY_TRANSFORMERS = """\
+- **Families that vLLM runs by transformers' code** ({}, and all others that have no model in vLLM). vLLM changes the
+class of such a model for torch.compile, after which the trainer's model would fail in the same process: "'Olmo3Model'
+object has no attribute 'do_not_compile'". Rollout `vllm` registers models that leave the class alone
+(rlkit/rollout/vllm_transformers.py), so vLLM does not compile them: `enforce_eager` is set. Servers run vLLM's own. All
+this was seen on a CPU only, where nothing is compiled in any case."""
+WRAPPED: dict[str, Any] = {"width": 120, "break_long_words": False, "break_on_hyphens": False}
+
+
 def load(file: str) -> ModuleType:
     path = ROOT / "tests" / file
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -95,6 +106,17 @@ def family(module: ModuleType, value: str) -> str:
     case = getattr(module, "CASES", {}).get(value)
     name = value if case is None else case.model
     return name.removesuffix("_sliding").removesuffix("_tied").removesuffix("_thinker")
+
+
+def by_value(values: dict[str, str]) -> dict[str, str]:
+    """value -> the names that have it, separated by commas."""
+    return {value: ", ".join(name for name in values if values[name] == value) for value in values.values()}
+
+
+def nested(items: dict[str, str]) -> str:
+    """A nested list of `key: value`."""
+    indent = " " * 6
+    return "\n".join(fill(f"    - {key}: {value}", subsequent_indent=indent, **WRAPPED) for key, value in items.items())
 
 
 def page() -> str:
@@ -144,24 +166,29 @@ def page() -> str:
     not_packed = ", ".join(sorted(families.REFUSED))
     positions = ", ".join(sorted(load("vlm/test_rope3d_specs.py").ROPE3D_REFUSED))
     image_attention, with_vllm = vllm.REFUSED["gemma3"], vllm.REFUSED["diffllama"]
-    on_cpu = "; ".join(f"{name}: {why}" for name, why in vllm.OBSTACLES.items())
+    on_cpu = nested({names: why for why, names in by_value(vllm.OBSTACLES).items()})
     configs = load("engines/family_configs.py")
-    parts = {name: ", ".join(f"`{part}`" for part in layer) for name, layer in configs.MADE_OF_FULL.items()}
-    made_of_full = "; ".join(f"{name}: {listed}" for name, listed in sorted(parts.items()))
+    of_transformers = ", ".join(sorted(vllm.BY_TRANSFORMERS))
+    by_transformers = fill(BY_TRANSFORMERS.format(of_transformers), subsequent_indent="  ", **WRAPPED)
+    parts = {name: ", ".join(f"`{part}`" for part in layer) for name, layer in sorted(configs.MADE_OF_FULL.items())}
+    made_of_full = nested({names: layer for layer, names in by_value(parts).items()})
+    not_split = nested({"recurrent layers": ", ".join(sorted(recurrent)), "indexers": ", ".join(sorted(indexed))})
     more = f"""
 Not supported; each is refused with an error that says why:
 
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses: {", ".join(sorted(not_shared - {*families.REFUSED}))}, whose experts for images have no gradient on a rank
   without image tokens, and families whose rows cannot be packed;
-- tensor parallelism and Megatron with recurrent layers or indexers: {", ".join(sorted(recurrent | indexed))};
+- tensor parallelism and Megatron, for families with
+{not_split}
 - positions: {positions};
 - videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
   with audio input: use fsdp2;
 - rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
 - vLLM: diffllama, with vLLM's own words: "{with_vllm}";
-- vLLM on a CPU: {on_cpu};
+- vLLM on a CPU:
+{on_cpu}
 - vLLM on a CPU, rows with images of gemma3, and of gemma4 where tokens of an image attend to later ones
   ("{image_attention}"). Some of vLLM's attention
   back ends for GPUs have such attention, so they are not refused there; this was not tested;
@@ -175,8 +202,9 @@ Files of weights, as repositories publish them (`python -m rlkit.doctor --model 
   part. `pytorch_model.bin` is read whole on each rank, as tensors only: no code in it runs. A GGUF file is converted
   once to safetensors: `--model FILE.gguf`.
 - **Weights that are made of full tensors**, with fsdp2 and fsdp1: each rank has them in host memory, all of a model's
-  together, before it keeps its part; `python -m rlkit.plan` counts them. All other weights are read in slices. In each
-  layer of {made_of_full}.
+  together, before it keeps its part; `python -m rlkit.plan` counts them. All other weights are read in slices. They
+  are, in each layer of
+{made_of_full}
 - **Quantized weights that can be converted**: FP8 with scales for blocks, rows or matrices (DeepSeek, Qwen, GLM,
   Mistral, compressed-tensors, modelopt, fbgemm), integers of compressed-tensors (Kimi) and MXFP4 (gpt-oss) are refused.
   `python -m rlkit.vlm.dequantize DIR NEW_DIRECTORY` writes them in bfloat16, for the trainer and for vLLM, and holds
@@ -249,11 +277,7 @@ Notes:
   the logprobs of the tiny model then differ by 0.3. In both classes it leaves out a factor before a norm, whose epsilon
   then counts less than in transformers; the logprobs differ by 7e-5. rlkit registers classes that compute as
   transformers does (rlkit/rollout/vllm_gemma3n.py). Servers have them if `rlkit.rollout.serve` started them.
-- **Families that vLLM runs by transformers' code** ({", ".join(sorted(vllm.BY_TRANSFORMERS))}, and all others
-  that have no model in vLLM). vLLM changes the class of such a model for torch.compile, after which the trainer's model
-  would fail in the same process: "'Olmo3Model' object has no attribute 'do_not_compile'". Rollout `vllm` registers
-  models that leave the class alone (rlkit/rollout/vllm_transformers.py), so vLLM does not compile them: `enforce_eager`
-  is set. Servers run vLLM's own. All this was seen on a CPU only, where nothing is compiled in any case.
+{by_transformers}
 - **gpt_oss with vLLM.** vLLM 0.32 keeps the old experts and attention sinks when weights are updated. rlkit registers a
   class that loads them as other weights are loaded (rlkit/rollout/vllm_gpt_oss.py), which is tested on a CPU. Some
   attention back ends of GPUs compute with a copy of the sinks, so updates are refused there: "expected a family whose
@@ -302,9 +326,24 @@ Notes:
   instead, which they are to the vision tower; the prompt keeps the placeholders of videos. In a micro-batch with
   images, frames are padded to as many patches as an image may have. A frame has at most 70 tokens, as in vLLM, which
   knows no other number.
-- **Videos of InternVL and MiniCPM-V 4.6.** All videos of a row must have the same number of frames, as transformers'
-  processors stack them. Neither writes the times of frames. In the prompt that vLLM reports, frames of InternVL consist
-  of the placeholder of videos instead of that of images; rlkit takes both for the same.
+- **Tiles of LLaVA-NeXT and LLaVA-OneVision.** An image is encoded whole and in tiles, of which each size has another
+  number; in a micro-batch they are padded to the most. LLaVA-OneVision encodes each image of a prompt in tiles, as vLLM
+  does; `apply_chat_template` of transformers encodes only single images so.
+- **Videos of LLaVA-OneVision.** The forward of transformers 5.19 takes videos of one number of frames. In the engine a
+  hook encodes the frames of all videos together (`encode_onevision_videos`), so that rows of a micro-batch may have
+  videos of several lengths.
+- **Videos of VideoLLaMA 3.** Patches that equal those of the frame before have no tokens. vLLM runs transformers' code
+  for this family and fails with its videos: "VideoLlama3Processor returned 8 row(s) of `video_compression_mask` for 1
+  video(s) with 32 patch(es), so the rows cannot be attributed to a video." Rollout `vllm` and servers take its images,
+  and refuse its videos.
+- **exaone4_5 with vLLM.** vLLM 0.32 takes it for a model whose vision tower normalizes pixels, and its processor leaves
+  that out; logprobs of the tiny model then differ by 0.7. rlkit sets vLLM's `mm_device_do_normalize` to False, also
+  in servers that `rlkit.rollout.serve` started; others need it set by hand.
+- **cohere2 with vLLM.** In layers with a sliding window of W, a token attends to itself and to the W - 1 tokens before
+  it in transformers, and to W tokens before it in vLLM 0.32. rlkit has vLLM compute as the trainer, by `hf_overrides`.
+- **Videos of InternVL, MiniCPM-V 4.6 and LLaVA-OneVision.** All videos of a row must have the same number of frames, as
+  transformers' processors stack them. None writes the times of frames. In the prompt that vLLM reports, frames of
+  InternVL consist of the placeholder of videos instead of that of images; rlkit takes both for the same.
 - **Videos of Kimi K2.5.** Four frames are a chunk, of which the vision tower makes the features of one frame.
   transformers 5.19 fails for chunks of different numbers of frames ("Sizes of tensors must match"), and for others it
   splits the features by the number before: "split_with_sizes expects split_sizes to sum exactly to 9 [...], but got

@@ -24,6 +24,9 @@ AUDIO_FEATURES = "input_features"
 AUDIO_MASKS = {"feature_attention_mask": 2, "input_features_mask": 1}
 """Names that families have for the mask of audio frames [audios, frames] -> the dimension of frames in the features."""
 
+FRAME_COUNTS = "num_frames_per_video"
+"""The vision tensor with the number of frames of each video, in Gemma 4 and LLaVA-OneVision."""
+
 Row = Mapping[str, Any]
 """A row of a task; see `rlkit.data.tasks`."""
 
@@ -192,18 +195,20 @@ def append_response(sample: Sample, token_ids: Sequence[int], logprobs: Sequence
 
 
 def pad_images(pixels: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors [..., height, width], padded with zeros at the bottom and on the right to the largest of each.
+    """Tensors [images, ...], padded with zeros at the end of all dimensions but the first to the largest of each.
 
-    Processors that report `image_sizes` (Mistral 3) pad the images of a batch like this.
+    Processors that report `image_sizes` pad the images of a batch like this: Mistral 3 in height and width, [images,
+    channels, height, width]; LLaVA-NeXT and LLaVA-OneVision in the number of tiles, [images, tiles, channels, ...].
     """
-    height, width = (max(x.shape[dim] for x in pixels) for dim in (-2, -1))
-    return [F.pad(x, [0, width - x.shape[-1], 0, height - x.shape[-2]]) for x in pixels]
+    largest = [max(sizes) for sizes in zip(*(x.shape for x in pixels), strict=True)]
+    return [F.pad(x, [n for dim in range(x.ndim - 1, 0, -1) for n in (0, largest[dim] - x.shape[dim])]) for x in pixels]
 
 
 def pad_for_concatenation(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
     """Pads images and audios of several sizes with zeros, as the processors pad those of a batch.
 
-    These are the images of processors that report `image_sizes` (Mistral 3), and features of audios with their mask.
+    These are the images of processors that report `image_sizes`, videos of LLaVA-OneVision, [videos, frames, ...], and
+    features of audios with their mask.
 
     Args:
         tensors: vision tensors by name, one for each sample.
@@ -211,6 +216,8 @@ def pad_for_concatenation(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, 
     padded = dict(tensors)
     if "image_sizes" in padded:
         padded["pixel_values"] = pad_images(padded["pixel_values"])
+    if all(x.ndim == 5 for x in padded.get("pixel_values_videos", ())) and FRAME_COUNTS in padded:
+        padded["pixel_values_videos"] = pad_images(padded["pixel_values_videos"])
     for name, dim in audio_frame_dimensions(padded).items():
         longest = max(x.shape[dim] for x in padded[name])
         padded[name] = [F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, longest - x.shape[dim]]) for x in padded[name]]
@@ -231,6 +238,7 @@ def concatenation_dimension(name: str, tensors: Mapping[str, Tensor], *, of_one_
     The pixels of MiniCPM-V 4.6, whose processor reports `target_sizes`, are concatenated along the last one, and so are
     those of its videos: [1, channels, patch side, patches * patch side]. In SmolVLM and Idefics3 the images of one
     sample are concatenated along the dimension of the images, 1: the pixels are [1, images, channels, height, width].
+    Where a processor reports `image_sizes`, pixels of as many dimensions are [images, tiles, channels, height, width].
 
     Args:
         name: of the tensors to concatenate.
@@ -238,7 +246,7 @@ def concatenation_dimension(name: str, tensors: Mapping[str, Tensor], *, of_one_
         of_one_sample: whether the images of one sample are concatenated, and not those of several samples.
     """
     pixels = tensors.get("pixel_values")
-    if of_one_sample and pixels is not None and pixels.ndim == 5:
+    if of_one_sample and pixels is not None and pixels.ndim == 5 and "image_sizes" not in tensors:
         return 1
     sizes = {"pixel_values": "target_sizes", "pixel_values_videos": "target_sizes_videos"}
     return -1 if sizes.get(name) in tensors else 0

@@ -63,6 +63,8 @@ def state_bytes(text: Any) -> int:
         inner = text.mamba_n_heads * text.mamba_d_head
         inputs = (text.mamba_d_conv - 1) * (inner + 2 * text.mamba_n_groups * text.mamba_d_state)
         return HALF * (inputs + inner * text.mamba_d_state)
+    if hasattr(text, "mamba_d_state"):  # Mamba, in Jamba
+        return HALF * text.mamba_expand * text.hidden_size * (text.mamba_d_conv - 1 + text.mamba_d_state)
     if hasattr(text, "ssm_state_size") and hasattr(text, "n_groups"):  # Mamba-2 in Nemotron-H
         inner = text.mamba_num_heads * text.mamba_head_dim
         inputs = (text.conv_kernel - 1) * (inner + 2 * text.n_groups * text.ssm_state_size)

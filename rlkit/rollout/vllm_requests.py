@@ -17,7 +17,14 @@ from rlkit.data.samples import Audio, Expansion, Sample, Video, expand_placehold
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.families import has_bidirectional_images
-from rlkit.vlm.processors import FRAMES_AS_IMAGES, GLM_PROCESSORS, OMNI_PROCESSORS, QWEN2_5_OMNI, placeholder_id
+from rlkit.vlm.processors import (
+    FRAMES_AS_IMAGES,
+    GLM_PROCESSORS,
+    OMNI_PROCESSORS,
+    QWEN2_5_OMNI,
+    VIDEO_LLAMA,
+    placeholder_id,
+)
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 
@@ -134,6 +141,8 @@ def check_videos(requests: Sequence[Sample], processor: Any, *, prepared: bool =
                 f"no videos of it, and frames only where the trainer has prepared them, got {count}; use rollout 'hf', "
                 "or 'vllm' without tensor_parallel_size"
             )
+    if name == VIDEO_LLAMA:
+        _check_no_videos(requests)
     if name not in GLM_PROCESSORS:
         return
     for request in requests:
@@ -144,6 +153,16 @@ def check_videos(requests: Sequence[Sample], processor: Any, *, prepared: bool =
             )
         if request.videos and name == "Glm46VProcessor":
             _check_whole_seconds(request)
+
+
+def _check_no_videos(requests: Sequence[Sample]) -> None:
+    """Raise a ValueError for videos of VideoLLaMA 3, with which vLLM fails."""
+    for request in requests:
+        if request.videos:
+            raise ValueError(
+                f"{sample_name(request)}: videos: expected none for a {VIDEO_LLAMA}, as vLLM cannot tell which entries "
+                f"of its video_compression_mask belong to which video, got {len(request.videos)}; use rollout 'hf'"
+            )
 
 
 def check_image_attention(requests: Sequence[Sample], config: Any) -> None:

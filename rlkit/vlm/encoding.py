@@ -15,6 +15,7 @@ from PIL import Image
 from rlkit.data.messages import MEDIA
 from rlkit.data.samples import (
     AUDIO_MASKS,
+    FRAME_COUNTS,
     Audio,
     Expansion,
     Sample,
@@ -32,6 +33,7 @@ from rlkit.vlm.processors import (
     FRAMES_AS_IMAGES,
     GEMMA3N,
     OMNI_PROCESSORS,
+    ONEVISION,
     STACKED_VIDEOS,
     TWO_FRAMES_AT_LEAST,
     VIDEO_PROCESSORS,
@@ -129,6 +131,8 @@ def _call_processor(
     replacements = reported if reports else _gemma3n_replacements(processor, text, media)
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
     vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
+    if media["video"] and type(processor).__name__ == ONEVISION:
+        vision[FRAME_COUNTS] = torch.tensor([len(one.frames) for one in media["video"]])
     if media["audio"] and not reports:
         vision |= _gemma3n_audios(processor, media["audio"])
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any
@@ -36,10 +37,14 @@ PATCH_ROW_FAMILIES = frozenset(
 # tokens of images and videos, and those around them, go to experts of their own, by `moe_mm_token_type_ids`
 VISION_EXPERT_FAMILIES = frozenset({"ernie4_5_vl_moe"})
 IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is [samples, images, ...]
+# pixel_values is [images, tiles, ...]: the whole image, and tiles of a copy of the resolution that suits it best
+TILED_FAMILIES = frozenset({"llava_next", "llava_onevision"})
 # vLLM accepts only the names of the files
 CHECKPOINT_NAME_FAMILIES = frozenset(
     {
         "llava",
+        "llava_next",
+        "llava_onevision",
         "gemma3",
         "gemma4_unified",
         "mixtral",
@@ -322,6 +327,39 @@ def tokens_per_image(config: Any) -> int:
     if config.model_type == "llama4":  # pixel_values has one entry for each tile
         return round(((vision.image_size // vision.patch_size) * vision.pixel_shuffle_ratio) ** 2)
     return 0
+
+
+def tokens_of_tiled_image(size: Sequence[int], config: Any) -> int:
+    """Tokens of an image of `TILED_FAMILIES`: those of the whole image in one tile, and those of its tiles.
+
+    Rows and columns that are padding alone are cut off the tiles, and each row ends with a token. LLaVA-OneVision
+    scales down the features of images with more tiles than `vision_aspect_ratio` says.
+
+    Args:
+        size: height and width in pixels.
+        config: of the model.
+    """
+    from transformers.image_processing_utils import select_best_resolution
+
+    (height, width), vision = size, config.vision_config
+    side = vision.image_size // vision.patch_size
+    resolution = select_best_resolution([height, width], config.image_grid_pinpoints)
+    rows, columns = (pixels // vision.image_size * side for pixels in resolution)
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    if config.model_type == "llava_onevision":
+        most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
+        scale = math.sqrt(rows * columns / (most * side**2))
+        if scale > 1.1:
+            rows, columns = int(rows // scale), int(columns // scale)
+    return side**2 + rows * (columns + 1)
+
+
+def tokens_of_frame(config: Any) -> int:
+    """Tokens of each frame of a video of LLaVA-OneVision, which pools squares of four; the video ends with one more."""
+    return math.ceil(config.vision_config.image_size // config.vision_config.patch_size / 2) ** 2
 
 
 def numbers_per_patch(vision: Any) -> int:

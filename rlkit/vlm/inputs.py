@@ -11,8 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, Batch, concatenation_dimension, pad_for_concatenation
-from rlkit.vlm.families import PATCH_ROW_FAMILIES, audio_mask_name, audio_tokens, tokens_per_image
+from rlkit.data.samples import (
+    AUDIO_FEATURES,
+    AUDIO_MASKS,
+    FRAME_COUNTS,
+    Batch,
+    concatenation_dimension,
+    pad_for_concatenation,
+)
+from rlkit.vlm.families import (
+    PATCH_ROW_FAMILIES,
+    TILED_FAMILIES,
+    audio_mask_name,
+    audio_tokens,
+    tokens_of_frame,
+    tokens_of_tiled_image,
+    tokens_per_image,
+)
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 
 # families whose text model has several axes, all with the same position
@@ -41,7 +56,7 @@ def position_spec(config: Any) -> Rope3DSpec | None:
 
 VIDEO_TIME_KEYS = ("second_per_grid_ts", "video_second_per_grid")  # Qwen2.5-VL, Qwen-Omni
 PIXEL_KEYS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": AUDIO_FEATURES}
-GEMMA_VIDEO_KEYS = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
+GEMMA_VIDEO_KEYS = ("pixel_values_videos", "video_position_ids", FRAME_COUNTS)
 POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *VIDEO_TIME_KEYS)
 
 
@@ -52,7 +67,8 @@ def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[st
 
     In SmolVLM and Idefics3 a sample's images have a dimension of their own: [1, images, channels, height, width].
     Samples with fewer images are padded with zeros, as the processors pad a batch; the models skip such images. Shorter
-    audios are padded too, and so are smaller images where `image_sizes` gives the height and width of each (Mistral 3).
+    audios are padded too, and so are smaller images, or images of fewer tiles, where `image_sizes` gives the height and
+    width of each (Mistral 3, LLaVA-NeXT), and shorter videos of LLaVA-OneVision.
 
     Args:
         vision: of each sample its tensors by name.
@@ -258,24 +274,31 @@ def _image_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionConte
 
 # family -> the tensor beside its pixels that describes the size of each image (in LFM2-VL, of each tile)
 IMAGE_SIZE_KEYS = {
+    "exaone4_5": "image_grid_thw",
     "gemma4": "image_position_ids",
     "gemma4_unified": "image_position_ids",
     "glm5_next": "image_grid_thw",
     "kimi_k25": "image_grid_thw",
     "lfm2_vl": "spatial_shapes",
+    "llava_next": "image_sizes",
+    "llava_onevision": "image_sizes",
     "minicpmv4_6": "target_sizes",
     "mistral3": "image_sizes",
+    "video_llama_3": "image_grid_thw",
 }
 
 
-# the same for each frame of a video (in MiniCPM-V, for each slice of a frame; in GLM-5.3-Flash, for each video; in Kimi
-# K2.5, for each chunk of frames)
+# the same for each frame of a video (in MiniCPM-V, for each slice of a frame; in Kimi K2.5, for each chunk of frames;
+# in EXAONE 4.5, GLM-5.3-Flash, LLaVA-OneVision and VideoLLaMA 3, for each video)
 FRAME_SIZE_KEYS = {
+    "exaone4_5": "video_grid_thw",
     "gemma4": "video_position_ids",
     "gemma4_unified": "video_position_ids",
     "glm5_next": "video_grid_thw",
     "kimi_k25": "video_grid_thw",
+    "llava_onevision": FRAME_COUNTS,
     "minicpmv4_6": "target_sizes_videos",
+    "video_llama_3": "video_grid_thw",
 }
 
 
@@ -296,8 +319,14 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, siz
         return []
     if family in ("gemma4", "gemma4_unified"):
         return _gemma_tokens(sizes, config)
-    if family == "glm5_next":
+    if family in ("exaone4_5", "glm5_next"):
         return (sizes.prod(1) // vision.spatial_merge_size**2).tolist()
+    if family == "video_llama_3":
+        return _video_llama_tokens(one, kind, sizes)
+    if family == "llava_onevision" and kind == "video":
+        return (sizes * tokens_of_frame(config) + 1).tolist()
+    if family in TILED_FAMILIES:
+        return [tokens_of_tiled_image(size, config) for size in sizes.tolist()]
     if family == "kimi_k25":  # the frames of a chunk are merged
         return (sizes[:, 1:].prod(1) // math.prod(vision.merge_kernel_size)).tolist()
     if family == "lfm2_vl":  # in patches; an odd row or column is padded
@@ -307,6 +336,13 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, siz
         before = 1 if config.downsample_mode == "4x" else math.prod(vision.window_kernel_size)
         return (sizes.prod(1) // (before * merged**config.merger_times)).tolist()
     return (sizes // (vision.patch_size * config.spatial_merge_size)).prod(1).tolist()
+
+
+def _video_llama_tokens(one: Mapping[str, Tensor], kind: str, grids: Tensor) -> list[int]:
+    """Tokens of each image or video of VideoLLaMA 3, which leaves out those of a frame that equal the frame before."""
+    tokens = (grids.prod(1) // one[f"{kind}_merge_sizes"] ** 2).tolist()
+    kept = one.get("video_compression_mask") if kind == "video" else None
+    return tokens if kept is None else [int(x.sum()) for x in kept.split(tokens)]
 
 
 def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, config: Any) -> list[_VisionContent]:

@@ -13,6 +13,7 @@ from rlkit.data.samples import THINKING_TAGS
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 QWEN2_5_OMNI, QWEN3_OMNI, GEMMA3N = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor", "Gemma3nProcessor"
+ONEVISION, VIDEO_LLAMA = "LlavaOnevisionProcessor", "VideoLlama3Processor"
 # these repeat a placeholder and report no replacements of text; a video may have sound
 OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
 # processors whose audios are tested: both tracks, position ids, training and sampling
@@ -37,12 +38,15 @@ VIDEO_PROCESSORS = frozenset(
         "Glm5NextProcessor",
         "Kimi_K25Processor",
         *FRAMES_AS_IMAGES,
+        ONEVISION,
+        VIDEO_LLAMA,
+        "Exaone4_5_Processor",
         *OMNI_PROCESSORS,
     }
 )
 TWO_FRAMES_AT_LEAST = GLM_PROCESSORS | {"Qwen3VLProcessor", "CohereCompassProcessor"}
 # processors that stack the videos of a row, which then have the same number of frames
-STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor", *FRAMES_AS_IMAGES})
+STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor", ONEVISION, *FRAMES_AS_IMAGES})
 
 
 def placeholder_id(processor: Any, kind: str) -> Any:

@@ -95,11 +95,46 @@ TEXT = {
     "deepseek_v32": {**DSA, "mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
     "glm_moe_dsa": {**DSA, "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]},
     "qwen4_exp_text": QWEN4,
+    "apertus": {},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "cohere2": {"sliding_window": 5, "layer_types": BOTH, "logit_scale": 0.5},
+    "deepseek_v2": {
+        **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 4,
+    },
+    "dots1": {
+        **ROUTED, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1, "sliding_window": 5,
+        "layer_types": BOTH,
+    },
+    "exaone4": {"sliding_window": 5, "layer_types": BOTH},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "glm4_moe_lite": {
+        **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "mlp_layer_types": ["dense", "sparse"],
+        "head_dim": 4,
+    },
+    "granite": {
+        "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
+    },
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "jamba": {
+        "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "mimo_v2_flash": {
+        **ROUTED, "n_routed_experts": 4, "v_head_dim": 6, "sliding_window": 5, "layer_types": BOTH,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {},
+    "starcoder2": {"sliding_window": 5},
 }  # fmt: skip
 SMALL_VIT = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
 }  # fmt: skip
 SIGLIP = {**SMALL_VIT, "image_size": 16}
+TILES = {**SIGLIP, "patch_size": 8}
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 WORDS = {k: v for k, v in BASE.items() if k != "head_dim"}
 COMPASS = {
     "layer_types": BOTH, "sliding_window": 5, "logit_scale": 0.5,
@@ -146,6 +181,24 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         16,
         (1, 3, 16, 16),
+    ),
+    "llava_next": (  # an image of two tiles beside each other
+        {
+            "text_config": {**WORDS, "model_type": "llama"},
+            "vision_config": {**TILES, "model_type": "clip_vision_model", "projection_dim": 16},
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        14,
+        (1, 3, 3, 16, 16),
+    ),
+    "llava_onevision": (
+        {
+            "text_config": {**WORDS, "model_type": "qwen2"},
+            "vision_config": {**TILES, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_grid_pinpoints": PINPOINTS, "video_token_id": VIDEO,
+        },
+        14,
+        (1, 3, 3, 16, 16),
     ),
     "internvl": (
         {
@@ -214,6 +267,20 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
     ),
     "qwen2_5_vl": ({"text_config": {**WORDS, **ROPE}, "vision_config": VIT25, **QWEN_IDS}, *PATCHES),
     "qwen3_vl": ({"text_config": {**BASE, **ROPE}, "vision_config": VIT3, **QWEN_IDS}, *PATCHES),
+    "exaone4_5": (
+        {
+            "text_config": {**WORDS, "model_type": "exaone4", "sliding_window": 5, "layer_types": BOTH},
+            "vision_config": {**VIT25, "num_key_value_heads": 1}, "video_token_id": VIDEO,
+        },
+        *PATCHES,
+    ),
+    "video_llama_3": (
+        {
+            "text_config": {**WORDS, "model_type": "qwen2"}, "vision_config": SMALL_VIT, "video_token_id": VIDEO,
+        },
+        4,
+        (16, 3 * 4 * 4),
+    ),
     "cohere_compass": (
         {
             "text_config": {**BASE, **COMPASS}, "vision_config": VIT3, **QWEN_IDS, "tie_word_embeddings": True,

@@ -41,7 +41,7 @@ HEARS = {  # family -> the first module that an audio goes through
     "gemma4_unified": "embed_audio",
 }
 DUMMIES = [*((family, {"image": True}) for family in VISION)]
-WITH_VIDEOS = [*PATCHES, "minicpmv4_6", "glm5_next", "kimi_k25"]
+WITH_VIDEOS = [*PATCHES, "minicpmv4_6", "glm5_next", "kimi_k25", "llava_onevision"]
 DUMMIES += [(family, {"image": x, "video": True}) for family in WITH_VIDEOS for x in (False, True)]
 DUMMIES += [
     (family, {**others, "audio": True})
@@ -99,7 +99,7 @@ def test_a_dummy_image_alone_goes_to_all_experts_of_ernie():
 
 
 def test_a_family_without_a_known_dummy_image_is_named():
-    for family, vision in (("llava_next", "clip_vision_model"), ("llava", "pixtral")):
+    for family, vision in (("vipllava", "clip_vision_model"), ("llava", "pixtral")):
         text = SimpleNamespace(pad_token_id=None)
         parts = {"vision_config": SimpleNamespace(model_type=vision), "get_text_config": lambda text=text: text}
         config = SimpleNamespace(model_type=family, **parts)

@@ -40,7 +40,7 @@ LEFT_GRADIENT_IS_NAN = {
 }  # transformers divides by the deviation of a row of zeros; outputs are right
 RECURRENT = [
     "qwen3_5_text", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
-    "qwen3_next",
+    "qwen3_next", "bamba", "jamba",
 ]  # fmt: skip
 RECURRENT_VISION = ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6"]
 INDEXED = ["deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"]  # an indexer chooses which tokens of a row are attended to
@@ -112,6 +112,10 @@ def layout_of_image(family, shape):
         return {"target_sizes": torch.tensor([[8, 8]], dtype=torch.int32)}
     if family in ("mistral3", "mistral4"):
         return {"image_sizes": torch.tensor([[16, 16]])}
+    if family in ("llava_next", "llava_onevision"):
+        return {"image_sizes": torch.tensor([[16, 32]])}
+    if family == "video_llama_3":
+        return {"image_grid_thw": torch.tensor([[1, 4, 4]]), "image_merge_sizes": torch.tensor([2])}
     is_patches = len(shape) == 2 or family in ("kimi_k25", "paddleocr_vl")
     return {"image_grid_thw": torch.tensor([[1, 4, 4]])} if is_patches else {}
 
@@ -127,6 +131,8 @@ def video_prompts(family, g):
         vision["second_per_grid_ts"] = torch.tensor([0.3])  # longer ones: `position_spec` counts on otherwise
     if family.endswith("_thinker"):
         vision["video_second_per_grid"] = torch.tensor([2.0])
+    if family == "video_llama_3":
+        vision["video_merge_sizes"] = torch.tensor([2])
     if family.startswith("glm"):
         return [prompt_sample([3, 93, *[91, *[IMAGE] * 4, 92, 6] * 2, 94, 4], vision=vision)]
     if family == "ernie4_5_vl_moe":  # which merges the two frames
@@ -135,7 +141,7 @@ def video_prompts(family, g):
         return [prompt_sample(ids, vision=vision), prompt_sample([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
     framewise = family.startswith(("qwen3_vl", "qwen3_5", "qwen4", "cohere_compass", "cosmos3"))
     ids = [3, *([91, *[VIDEO] * 4, 92, 6] * 2 if framewise else [91, *[VIDEO] * 8, 92]), 4]
-    both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    both = {**vision, "pixel_values": patches[:16] + 1, **layout_of_image(family, patches.shape)}
     return [prompt_sample(ids, vision=vision), prompt_sample([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
 
 

@@ -315,6 +315,10 @@ LAYERS = [  # config, bytes of a sequence of 10 tokens; test_vllm.py compares th
     (("gemma2", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}), 14 * 2 * 2 * 8 * 2),
     (("deepseek_v3", {"kv_lora_rank": 6, "qk_rope_head_dim": 4}), 10 * 2 * (6 + 4) * 2),
     (("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}), (2 * 32 + 10 * 2 * 2 * 8) * 2),
+    (
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 4}),
+        (2 * 32 * (3 + 8) + 10 * 2 * 2 * 8) * 2,
+    ),
 ]
 
 

@@ -82,6 +82,12 @@ MORE = {
         },
     },
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+MORE["glm4_moe_lite"] = {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1}
+MORE["deepseek_v2"] = {**LATENT, "scoring_func": "softmax"}
 MORE["mistral4"] = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24, "head_dim": 96,
     "rope_parameters": {
@@ -154,7 +160,7 @@ def of_text(family, reader):
 def as_published(family, file):
     """In the names and shapes of the families' own checkpoints; transformers reads them and writes others."""
     tensors = load_file(file)
-    if family in ("llava", "gemma3", "lfm2_vl"):
+    if family in ("llava", "llava_next", "llava_onevision", "gemma3", "lfm2_vl"):
         tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
     if family == "qwen3_vl_moe":
         tensors = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
@@ -209,7 +215,7 @@ def measure(family, path):
     sees = hasattr(processor, "tokenizer")
     images = [[test_every_family.image(*size) for size in sizes] if sees else [] for sizes in test_every_family.SIZES]
     rows = [{"question": f"how many {i}?", "images": found} for i, found in enumerate(images)]
-    if family in test_every_family.WATCHES:
+    if family in test_every_family.WATCHES and family != "video_llama_3":  # of which vLLM takes images only
         clips = ONE_CLIP if family.startswith("glm") else test_every_family.clips(family)
         rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in clips]
     if family in test_every_family.OMNI:

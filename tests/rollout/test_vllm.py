@@ -24,7 +24,12 @@ from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.serve import command, serving
 from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512, with_family_options
-from rlkit.rollout.vllm_families import check_weight_updates_work, config_or_empty, runs_by_transformers
+from rlkit.rollout.vllm_families import (
+    check_weight_updates_work,
+    config_or_empty,
+    family_options,
+    runs_by_transformers,
+)
 from rlkit.rollout.vllm_prepared import has_prepared, normalization_options, takes_prepared
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 from rlkit.vlm.families import has_bidirectional_images
@@ -43,7 +48,9 @@ MORE_FAMILIES = [
     "ernie4_5", "ernie4_5_moe", "falcon_h1", "flex_olmo", "gemma3n", "gemma3n_text", "gemma4_text", "gemma4_unified",
     "glm46v", "glm4_moe", "glm_ocr", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm2_vl", "llama4", "llama4_text",
     "ministral3", "mistral3", "mistral4", "nemotron_h", "olmo2", "paddleocr_vl", "qwen2_5_omni_thinker",
-    "qwen3_omni_moe_thinker", "seed_oss", "smollm3",
+    "qwen3_omni_moe_thinker", "seed_oss", "smollm3", "llava_next", "llava_onevision", "phi3", "granite", "glm4",
+    "exaone4", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmoe", "starcoder2", "dots1",
+    "exaone4_5", "video_llama_3", "cohere2", "glm4_moe_lite",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]
@@ -60,6 +67,7 @@ REFUSED = {
 }
 OF_TRANSFORMERS = "rlkit.rollout.vllm_transformers"
 BY_TRANSFORMERS = ["olmo3", "flex_olmo", "olmo2", "seed_oss", "smollm3"]  # the first is in FAMILIES
+BY_TRANSFORMERS += ["hunyuan_v1_dense", "hunyuan_v1_moe", "starcoder2", "dots1", "video_llama_3"]
 OF_TEXT = {"qwen4_exp_text": QWEN4, "glm5_next_text": GLM5, "cohere_compass_text": COMPASS}
 
 
@@ -500,6 +508,19 @@ def test_servers_read_the_files_that_the_trainer_reads(tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match="^model: expected one set of weights .* got model.safetensors and consol"):
         command(str(tmp_path), load_config(str(tmp_path)), "127.0.0.1", 8000, 1, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("exaone4_5", {"mm_device_do_normalize": False}),
+        ("cohere2", {"hf_overrides": {"sliding_window": 4095}}),
+        ("exaone4", {}),
+    ],
+)
+def test_options_by_which_vllm_computes_as_the_trainer(family, expected):
+    config = AutoConfig.for_model(family)
+    assert family_options("some/model", config) == {**family_options("some/model", LlamaConfig()), **expected}
 
 
 def test_a_quantized_model_takes_no_weights():

@@ -53,6 +53,48 @@ def llava():
     )
 
 
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+
+
+def llava_next():
+    t = tokenizer("<image>", image_token="<image>")
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": SMALL, "image_grid_pinpoints": PINPOINTS}
+    return transformers.LlavaNextProcessor(
+        transformers.LlavaNextImageProcessor(**sizes),
+        t,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def llava_onevision():
+    t = with_videos(tokenizer("<image>", image_token="<image>", video_token="<video>"), "<video>")
+    images = transformers.LlavaOnevisionImageProcessor(size=SMALL, image_grid_pinpoints=PINPOINTS)
+    videos = transformers.LlavaOnevisionVideoProcessor(size=SMALL)
+    options = {"num_image_tokens": 4, "vision_feature_select_strategy": "full"}
+    return transformers.LlavaOnevisionProcessor(images, t, videos, **options)
+
+
+def exaone4_5():
+    t = tokenizer("<|image_pad|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
+    images = transformers.Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    videos = transformers.Qwen2VLVideoProcessor(
+        patch_size=4,
+        size={"shortest_edge": 64, "longest_edge": 256},
+        image_mean=images.image_mean,
+        image_std=images.image_std,
+    )
+    return transformers.Exaone4_5_Processor(images, with_videos(t, "<|video_pad|>"), videos)
+
+
+def video_llama_3():
+    t = tokenizer("<|image_pad|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
+    images = transformers.VideoLlama3ImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 512})
+    videos = transformers.VideoLlama3VideoProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    return transformers.VideoLlama3Processor(images, with_videos(t, "<|video_pad|>"), videos)
+
+
 def internvl():
     t = tokenizer(
         "<IMG_CONTEXT>\n", start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
@@ -273,18 +315,23 @@ FAMILIES = {
     "glm5_next": lambda: glm4v("Glm5Next"),
     "ernie4_5_vl_moe": ernie4_5_vl_moe,
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3, gemma3n)},
+    **{make.__name__: make for make in (llava_next, llava_onevision, exaone4_5, video_llama_3)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
     "gemma4_unified": lambda: gemma4("Gemma4Unified"),
     "mistral4": mistral3,
 }
 SIZED = (
+    "exaone4_5",
     "gemma4",
     "gemma4_unified",
     "glm5_next",
     "kimi_k25",
     "lfm2_vl",
+    "llava_next",
+    "llava_onevision",
     "minicpmv4_6",
     "mistral3",
+    "video_llama_3",
 )  # their tensors have the size of each image beside its pixels
 
 

@@ -24,7 +24,7 @@ from test_families import TEXT, WAYS, all_at_once, gradients, one_at_a_time, tex
 from rlkit.data import append_observation, append_response, collate  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
 from rlkit.data.messages import prompt_of  # noqa: E402
-from rlkit.data.samples import AUDIO_MASKS, Audio, Video, check_tracks, prompt_sample  # noqa: E402
+from rlkit.data.samples import AUDIO_MASKS, FRAME_COUNTS, Audio, Video, check_tracks, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packing.dummy_media import dummy_sample  # noqa: E402
@@ -98,6 +98,7 @@ def clip(frames, width, height, fps=2.5):
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
 WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "gemma4_unified", "minicpmv4_6"]
 WATCHES += ["ernie4_5_vl_moe", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm5_next", "kimi_k25", "smolvlm"]
+WATCHES += ["llava_onevision", "video_llama_3", "exaone4_5"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -114,12 +115,16 @@ OMNI_CLIPS = [  # Qwen3-Omni's rates are 2 frames per second or 1
 def clips(family):
     """With videos that fit the family.
 
-    The processors of InternVL, MiniCPM-V and SmolVLM stack the videos of a row. That of Gemma 4 makes at least 35
-    tokens of a frame, fewest of narrow ones, and writes its time in whole seconds. Kimi K2.5 merges up to four frames.
+    The processors of InternVL, MiniCPM-V, SmolVLM and LLaVA-OneVision stack the videos of a row. That of Gemma 4 makes
+    at least 35 tokens of a frame, fewest of narrow ones, and writes its time in whole seconds. Kimi K2.5 merges up to
+    four frames. That of VideoLLaMA 3 leaves out the patches that are those of the frame before.
     """
     if family == "kimi_k25":
         return [([clip(5, 17, 33)], *CLIPS[0][1:]), CLIPS[1]]
-    if family in ("internvl", "minicpmv4_6", "smolvlm"):
+    if family == "video_llama_3":
+        still = clip(2, 17, 33)
+        return [([{**still, "frames": still["frames"].repeat(2, 0)}], *CLIPS[0][1:]), CLIPS[1]]
+    if family in ("internvl", "minicpmv4_6", "smolvlm", "llava_onevision"):
         return [CLIPS[0], ([clip(3, 20, 20), clip(3, 24, 12)], *CLIPS[1][1:])]
     if family.startswith("gemma4"):
         narrow = [clip(frames, 176, 10, 0.8) for frames in (2, 1)]
@@ -277,6 +282,8 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
             return_tensors="pt",
         )
         assert sample.token_ids == own["input_ids"][0].tolist()
+        if family == "llava_onevision":  # its processor does not count them
+            own[FRAME_COUNTS] = torch.tensor([len(one["frames"]) for one in videos])
         assert all(torch.equal(tensor, own[name]) for name, tensor in sample.vision.items())
         if (spec := position_spec(base.config)) is None:
             continue
@@ -520,6 +527,12 @@ def test_videos_that_vllm_would_change_are_refused():
     assert [time in text for time in ("0.0 seconds", "1.0 seconds", "2.0 seconds")] == [True] * 3
 
 
+def test_videos_of_video_llama_3_are_refused_for_vllm():
+    check_videos(prompts("video_llama_3"), reader("video_llama_3"))
+    with pytest.raises(ValueError, match="^group 1: videos: expected none for a VideoLlama3Processor, .* got 2; use"):
+        check_videos(watching_prompts("video_llama_3")[1:], reader("video_llama_3"))
+
+
 def test_images_and_videos_of_kimi_k25_are_chunks_in_vllm():
     """One placeholder of images for each chunk, up to four frames; their tokens become those of the trainer again."""
     config, processor = model("kimi_k25").config, reader("kimi_k25")
@@ -691,7 +704,7 @@ def test_the_token_of_a_video_is_not_sampled_by_internvl():
     [
         *(
             (name, (3, 2), "as many frames in each video of a row, .* of 2 and 3")
-            for name in ("internvl", "minicpmv4_6", "smolvlm")
+            for name in ("internvl", "minicpmv4_6", "smolvlm", "llava_onevision")
         ),
         ("glm4v", (3, 1), "at least 2 frames, as Glm4vProcessor merges two into one, got 1; raise video_fps"),
         ("qwen3_vl", (3, 1), "at least 2 frames, as Qwen3VLProcessor merges two into one, got 1; raise video_fps"),
@@ -710,6 +723,18 @@ def test_an_observation_brings_its_images(family):
     _, one, two = prompts(family)
     both, base = append_observation(one, two), model(family)
     check_tracks(both)
+    joint, *separate = (image_features(base, sample) for sample in (both, one, two))
+    torch.testing.assert_close([*joint], [*separate[0], *separate[1]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
+def test_images_of_different_numbers_of_tiles_are_padded(family):
+    """Of two tiles and of four, beside the whole image."""
+    one, two = (
+        encode_prompt(reader(family), {"question": "?", "images": [image(*size)]}) for size in SIZES[2][:1] + SIZES[1]
+    )
+    both, base = append_observation(one, two), model(family)
+    assert [x.vision["pixel_values"].shape[:2] for x in (one, two, both)] == [(1, 3), (1, 5), (2, 5)]
     joint, *separate = (image_features(base, sample) for sample in (both, one, two))
     torch.testing.assert_close([*joint], [*separate[0], *separate[1]], atol=1e-5, rtol=1e-5)
 

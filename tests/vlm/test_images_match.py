@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,10 +20,13 @@ from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.vlm import encode_prompt
+from rlkit.vlm.families import tokens_of_tiled_image
 from rlkit.vlm.inputs import IMAGE_SIZE_KEYS, check_image_tokens, position_ids, position_spec
 
-GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and family != "glm5_next"]
-SIZES = ["gemma4", "glm5_next", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3", "paddleocr_vl"]
+PLAIN_GRIDS = ["exaone4_5", "glm5_next", "video_llama_3"]  # grids without 3D position ids
+GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and family not in PLAIN_GRIDS]
+SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "paddleocr_vl"]
+SIZES += PLAIN_GRIDS
 VIDEO, AUDIO = 95, 96
 ANSWER = [7, 8]
 
@@ -31,7 +35,7 @@ def sample(family, images=1, cut=0, **changed):
     """A row with so many images, of whose tokens some are missing, and an answer."""
     _, count, shape = VISION[family]
     tensors = {"pixel_values": torch.randn(shape), **layout_of_image(family, shape)}
-    apart = int(len(shape) == 5)
+    apart = int(len(shape) == 5 and "image_sizes" not in tensors)
     tensors = {name: torch.cat([x] * images, apart) for name, x in tensors.items()} if images else {}
     ids = [3, 4, *[91, *[IMAGE] * count, 92] * max(images, 1)]
     ids = ids[: len(ids) - cut] if cut else ids
@@ -90,6 +94,29 @@ def test_tokens_are_counted_as_processors_and_models_count_them(family):
         check_image_tokens(collate([append_response(prompt, [70, 71], [-1.0] * 2)]), model.config)
         with torch.no_grad():
             model(input_ids=torch.tensor([prompt.token_ids]), **prompt.vision)
+
+
+def test_tiles_of_published_sizes_have_the_tokens_that_transformers_computes():
+    """Images of more than nine tiles have fewer tokens in LLaVA-OneVision, whose tiny model has four."""
+    sizes = [(384, 384), (100, 1000), (900, 33), (2304, 2304), (1500, 2300), (384, 2304), (771, 800), (1, 1)]
+    onevision = transformers.LlavaOnevisionProcessor(
+        transformers.LlavaOnevisionImageProcessor(),
+        family_processors.tokenizer("<image>", "<image>", "<video>"),
+        transformers.LlavaOnevisionVideoProcessor(),
+        num_image_tokens=27**2,
+        vision_feature_select_strategy="full",
+    )
+    next_one = transformers.LlavaNextProcessor(
+        transformers.LlavaNextImageProcessor(size={"shortest_edge": 336}),
+        family_processors.tokenizer("<image>", "<image>"),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    for processor, family in ((onevision, "llava_onevision"), (next_one, "llava_next")):
+        expected = processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+        config = transformers.AutoConfig.for_model(family)
+        assert [tokens_of_tiled_image(size, config) for size in sizes] == expected
 
 
 @pytest.mark.parametrize("family", family_processors.SIZED)

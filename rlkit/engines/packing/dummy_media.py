@@ -5,19 +5,23 @@ A model calls its encoders once each for images, videos and audios, and all rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, Sample, append_observation, prompt_sample
+from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, FRAME_COUNTS, Sample, append_observation, prompt_sample
 from rlkit.vlm.families import (
     IMAGE_DIMENSION_FAMILIES,
     PATCH_ROW_FAMILIES,
+    TILED_FAMILIES,
     audio_mask_name,
     audio_tokens,
     numbers_per_patch,
+    tokens_of_frame,
+    tokens_of_tiled_image,
     tokens_per_image,
 )
 from rlkit.vlm.inputs import PIXEL_KEYS, VIDEO_TIME_KEYS
@@ -49,6 +53,8 @@ def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
         return _patch_row_media(config, ["image"] * image + ["video"] * video)
     if tensors := _smallest_image(config):
         return _smallest_media(config, tensors, image=image, video=video)
+    if config.model_type in TILED_FAMILIES:
+        return _dummy_tiles(config, image=image, video=video)
     if tokens := tokens_per_image(config):
         return prompt_sample([config.image_token_id] * tokens, vision={"pixel_values": _blank_pixels(config)})
     raise ValueError(
@@ -76,11 +82,13 @@ def _smallest_media(config: Any, tensors: Mapping[str, Tensor], *, image: bool, 
         else:
             ids += [config.video_token_id]
         vision |= {_video_name(name): x for name, x in tensors.items()}
+        if family == "video_llama_3":
+            vision["video_compression_mask"] = torch.ones(1, dtype=torch.bool)
     return prompt_sample(ids, vision=vision)
 
 
 def _video_name(name: str) -> str:
-    return "video_grid_thw" if name == "image_grid_thw" else f"{name}_videos"
+    return name.replace("image", "video") if "image" in name else f"{name}_videos"
 
 
 def _blank_pixels(config: Any) -> Tensor:
@@ -90,6 +98,22 @@ def _blank_pixels(config: Any) -> Tensor:
     size = side if isinstance(side, Sequence) else [side] * 2
     pixels = torch.ones(1, getattr(vision, "num_channels", 3), *size)  # models leave out images of zeros
     return pixels[None] if config.model_type in IMAGE_DIMENSION_FAMILIES else pixels
+
+
+def _dummy_tiles(config: Any, *, image: bool, video: bool) -> Sample:
+    """A blank image of the smallest resolution, which is not padded, and a blank video of one frame."""
+    tile, ids = [3, *[config.vision_config.image_size] * 2], list[int]()
+    vision: dict[str, Tensor] = {}
+    if image:
+        size = min(config.image_grid_pinpoints, key=math.prod)
+        tiles = 1 + math.prod(size) // config.vision_config.image_size**2
+        ids += [config.image_token_id] * tokens_of_tiled_image(size, config)
+        vision |= {"pixel_values": torch.zeros(1, tiles, *tile), "image_sizes": torch.tensor([size])}
+        vision |= {"batch_num_images": torch.ones(1, dtype=torch.long)} if config.model_type != "llava_next" else {}
+    if video:
+        ids += [config.video_token_id] * (tokens_of_frame(config) + 1)
+        vision |= {"pixel_values_videos": torch.zeros(1, 1, *tile), FRAME_COUNTS: torch.tensor([1])}
+    return prompt_sample(ids, vision=vision)
 
 
 def _smallest_image(config: Any) -> dict[str, Tensor]:
@@ -120,10 +144,14 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
         rows, columns = (side**config.merger_times * before for side, before in kernels)
         pixels = torch.zeros(1, vision.num_channels, vision.patch_size, rows * columns * vision.patch_size)
         return {"pixel_values": pixels, "target_sizes": torch.tensor([[rows, columns]], dtype=torch.int32)}
-    if family == "glm5_next":
+    if family in ("exaone4_5", "glm5_next"):
         side = vision.spatial_merge_size
         pixels = torch.zeros(side**2, numbers_per_patch(vision))
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    if family == "video_llama_3":  # images and videos have merge sizes of their own, 1 the smallest
+        one = torch.ones(1, 3, dtype=torch.long)
+        pixels = torch.zeros(1, vision.num_channels * vision.patch_size**2)
+        return {"pixel_values": pixels, "image_grid_thw": one, "image_merge_sizes": one[0, :1]}
     if family in ("kimi_k25", "paddleocr_vl"):
         sides = getattr(vision, "merge_kernel_size", None) or [vision.spatial_merge_size] * 2
         pixels = torch.zeros(sides[0] * sides[1], 3, vision.patch_size, vision.patch_size)
