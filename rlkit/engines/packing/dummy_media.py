@@ -87,7 +87,8 @@ def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
 
 def _dummy_tiles(config: Any, *, image: bool, video: bool) -> Sample:
     """A blank image of the smallest resolution, which is not padded, and a blank video of one frame."""
-    tile, ids, vision = [3, *[config.vision_config.image_size] * 2], [], {}
+    tile, ids = [3, *[config.vision_config.image_size] * 2], list[int]()
+    vision: dict[str, Tensor] = {}
     if image:
         size = min(config.image_grid_pinpoints, key=math.prod)
         tiles = 1 + math.prod(size) // config.vision_config.image_size**2
