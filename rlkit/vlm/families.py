@@ -343,7 +343,7 @@ def tokens_of_tiled_image(size: Sequence[int], config: Any) -> int:
 
     (height, width), vision = size, config.vision_config
     side = vision.image_size // vision.patch_size
-    resolution = select_best_resolution([height, width], config.image_grid_pinpoints)
+    resolution = select_best_resolution((height, width), config.image_grid_pinpoints)
     rows, columns = (pixels // vision.image_size * side for pixels in resolution)
     if width / height > columns / rows:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
