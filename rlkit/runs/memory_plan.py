@@ -66,14 +66,18 @@ def _phases_or_refusal(cfg: Any, out: Path, seconds: float, rows: Sequence[Row])
             "--plan_seconds 0 starts the run all the same"
         )
     print(f"memory: {plan['verdict']}, with {plan['rows']}", flush=True)
-    return _by_phase_of_run(plan["phases"], own_allocator=getattr(cfg, "rollout", "") == "vllm")
+    return _by_phase_of_run(plan["phases"], with_vllm=getattr(cfg, "rollout", "") == "vllm")
 
 
-def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, own_allocator: bool) -> dict[str, float]:
-    """GiB that torch allocates in each phase of a run; vLLM allocates its weights and its cache itself."""
+def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, with_vllm: bool) -> dict[str, float]:
+    """GiB of each phase of a run, without vLLM's weights and cache, as `rlkit.tracking.throughput.gpu_peak` measures.
+
+    What vLLM takes for a while beside these, its workspace, is measured and counted.
+    """
+    left_out = ("sampler's weights", "sampler's cache") if with_vllm else ()
     peaks: dict[str, float] = {}
     for phase, kinds in phases.items():
-        sizes = [size for kind, size in kinds.items() if not (own_allocator and kind.startswith("sampler's"))]
+        sizes = [size for kind, size in kinds.items() if kind not in left_out]
         name = PHASES.get(phase, "train")
         if phase != "load":
             peaks[name] = max(peaks.get(name, 0.0), sum(sizes) / 2**30)
