@@ -15,7 +15,7 @@ from rlkit.data import Task, load_task, with_heldout, with_prompt
 from rlkit.data.samples import Row
 from rlkit.data.tables import HELD_OUT_SEED, Rows
 from rlkit.rewards import isolated, reward_named, without_thinking
-from rlkit.runs.options import RewardOptions, TaskOptions, option_value
+from rlkit.runs.options import RewardOptions, TaskOptions, check_range, option_value
 
 Config = TypeVar("Config", bound=Any)
 
@@ -75,4 +75,5 @@ def with_epochs(cfg: Config, task: Task) -> Config:
     """The options; if `epochs` is given, `steps` is set to that many passes over the task's rows."""
     if not cfg.epochs:
         return cfg
+    check_range("prompts_per_step", cfg.prompts_per_step, 1)
     return replace(cfg, steps=math.ceil(cfg.epochs * len(task.train) / cfg.prompts_per_step))
