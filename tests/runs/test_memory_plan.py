@@ -113,6 +113,35 @@ def test_a_task_without_images_has_no_images_in_its_prompts(recipe, model, gpu, 
     assert (planned_with[0][-2:] == ["--image_tokens", "0"]) != of_images
 
 
+def arguments_of_a_start(cfg, out, monkeypatch):
+    """The plan's arguments and their values, of a GPU with 16 GiB."""
+    planned_with = []
+
+    def plan(recipe, arguments, *_):
+        planned_with.extend(arguments)
+        return {"fits": True, "verdict": "fits", "rows": "rows", "phases": {}}
+
+    monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
+    planned_memory(cfg, out)
+    return dict(zip(planned_with[::2], planned_with[1::2], strict=True))
+
+
+def test_a_server_that_the_run_starts_on_its_gpu_has_its_share(model, gpu, tmp_path, monkeypatch):
+    """recipes/grpo_async.py without --servers; one with GPUs to spare has the whole GPU for training."""
+    recipe = load(RECIPE.with_name("grpo_async.py"))
+    for gpus, servers, expected in ((1, (), 0.6 * 16), (2, (), 16), (1, ("http://a:1",), 16)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        cfg = recipe.Config(model=model, servers=servers)
+        found = arguments_of_a_start(cfg, tmp_path / f"{gpus}{len(servers)}", monkeypatch)
+        assert float(found["--gpu_memory"]) == pytest.approx(expected)
+
+
+def test_the_machines_memory_is_known_at_the_start(recipe, model, gpu, tmp_path, monkeypatch):
+    found = arguments_of_a_start(options(recipe, model), tmp_path, monkeypatch)
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    assert float(found["--host_memory"]) == pytest.approx(int(total.split()[1]) / 2**20, rel=0.01)
+
+
 def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
     gpu.total_memory = 200 << 20
     with pytest.raises(ValueError) as refused:
