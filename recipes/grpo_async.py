@@ -95,9 +95,9 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
         run.print(f"starting a vLLM server, its log is in {run.out}")
         flags = [] if gpus else ["--kv-cache-memory-bytes", str(256 << 20)]
         if options:
-            flags = ["--gpu-memory-utilization", "0.4"]
+            flags = ["--gpu-memory-utilization", str(runs.OWN_SERVER_SHARE)]
             flags += ["--weight-transfer-config", '{"backend": "rlkit_gloo"}']
-        flags += runs.adapter_flags(cfg)
+        flags += runs.adapter_flags(cfg) + runs.length_flags(cfg)
         if cfg.trust_remote_code:
             flags += ["--trust-remote-code"]
         urls = [list(stack.enter_context(serving(path, logs=run.out, options=flags)))]

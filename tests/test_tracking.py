@@ -122,13 +122,13 @@ def test_peak_memory_of_each_phase(tmp_path, monkeypatch):
     run.log(0, {})
     assert not any(name.startswith("memory/") for name in read_metrics(tmp_path / "metrics.jsonl")[0])
     peaks = iter([3.0, 5.0, 2.0])  # of generate, train, generate
-    monkeypatch.setattr("rlkit.tracking.run.gpu_peak", lambda: next(peaks))
+    monkeypatch.setattr("rlkit.tracking.run.gpu_peak", lambda _: next(peaks))
     for phase in ("train", "generate"):
         run.phase(phase)
     run.log(1, {})
     row = read_metrics(tmp_path / "metrics.jsonl")[1]
     assert row["memory/generate"] == 3.0 and row["memory/train"] == 5.0
-    monkeypatch.setattr("rlkit.tracking.run.gpu_peak", lambda: 1.5)
+    monkeypatch.setattr("rlkit.tracking.run.gpu_peak", lambda _: 1.5)
     run.phase("train")
     run.log(2, {})
     assert read_metrics(tmp_path / "metrics.jsonl")[2]["memory/train"] == 1.5

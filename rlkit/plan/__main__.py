@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from rlkit.plan.fit import GIB, SERVERS, Plan, make_plan, ways_to_fit
-from rlkit.plan.hardware import USABLE, gpu_named
+from rlkit.plan.hardware import USABLE, Gpu, gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
-from rlkit.plan.report import describe, samples_on_servers, summary
+from rlkit.plan.report import describe, host_memory, samples_on_servers, summary
 from rlkit.plan.sampler import Servers, server_memory
 from rlkit.plan.workload import with_limited_rows
 from rlkit.runs.options import check_engine_options, check_quantize_base, check_sync_adapters
@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--gpu_memory",
         type=float,
         help="GiB per GPU. Overrides the data sheet; required for a GPU that is not listed",
+    )
+    parser.add_argument(
+        "--host_memory", type=float, help="GiB of host memory per machine; default: not known, so not judged"
     )
     parser.add_argument(
         "--fill_micro_batch",
@@ -77,7 +80,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
         got = options.server_gpus
         raise ValueError(f"server_gpus: expected 0 unless servers sample (--rollout vllm_server), got {got}")
     servers = Servers(options.server_gpus, options.server_tensor_parallel or 1) if options.server_gpus else None
-    plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens, servers)
+    plan = whole_plan(cfg, roles, options.nproc, gpu, servers, options)
     if options.json:
         print(json.dumps(summary(cfg, plan)))
         return plan.fits
@@ -87,11 +90,21 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     return plan.fits
 
 
+def whole_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, servers: Servers | None, options: Any) -> Plan:
+    """The plan of GPUs, with the host memory of a machine."""
+    plan = make_plan(cfg, roles, world, gpu, options.image_tokens, servers)
+    host = host_memory(cfg, roles.policy or roles.critic, plan, world, options.gpus_per_node)
+    limit = None if options.host_memory is None else int(options.host_memory * GIB)
+    return replace(plan, host=host, host_limit=limit)
+
+
 def check_counts(options: Any) -> None:
     """Raise a ValueError that names a number of GPUs which is too small, or is not used."""
     for name, least in (("nproc", 1), ("gpus_per_node", 1), ("server_gpus", 0)):
         if (got := getattr(options, name)) < least:
             raise ValueError(f"{name}: expected at least {_gpus(least)}, got {got}")
+    if options.host_memory is not None and options.host_memory <= 0:
+        raise ValueError(f"host_memory: expected more than 0 GiB, got {options.host_memory:g}")
     if options.server_tensor_parallel is not None and not options.server_gpus:
         got = options.server_tensor_parallel
         raise ValueError(f"server_tensor_parallel: expected it with --server_gpus N, got {got} without")
@@ -117,7 +130,7 @@ def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
     sentences = []
     if servers and (SERVERS in plan.too_large or not plan.sampler.sequences):
         sentences.append(server_advice(servers, config, plan))
-    if not servers or set(plan.too_large) - {SERVERS}:
+    if not servers or set(plan.too_large) - {SERVERS} or not plan.host_fits:
         sentences.append(trainer_advice(cfg, roles, plan, options))
     return "\n".join(sentences)
 
@@ -126,20 +139,28 @@ def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
     """One sentence: the options with which all fits on the GPUs that train."""
     config, servers = roles.policy or roles.critic, plan.sampler.servers
     least, enough_memory = plan.peak, not set(plan.too_large) - {SERVERS}
+    least_host = plan.host_peak
     for way in ways_to_fit(cfg, plan, config, options.nproc, options.gpus_per_node):
         new_roles, changes = roles, ", ".join(way.changes)
         if way.cfg.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
             new_roles = replace(roles, reference=None, adapter_reference=True)
         try:
-            attempt = make_plan(way.cfg, new_roles, way.world, plan.gpu, options.image_tokens, servers)
+            attempt = whole_plan(way.cfg, new_roles, way.world, plan.gpu, servers, options)
         except ValueError as error:  # this model or this number of ranks does not allow it
             print(f"  with {changes}: not possible: {error}", flush=True)
             continue
-        print(f"  with {changes}: {attempt.peak / GIB:.1f} GiB", flush=True)
+        host = "" if attempt.host_fits else f", {attempt.host_peak / GIB:.1f} GiB of host memory"
+        print(f"  with {changes}: {attempt.peak / GIB:.1f} GiB{host}", flush=True)
         trains = not set(attempt.too_large) - {SERVERS}
-        if trains and (servers or attempt.sampler.sequences):
+        if trains and attempt.host_fits and (servers or attempt.sampler.sequences):
             return f"fits with {changes}"
+        least_host = min(least_host, attempt.host_peak)
         least, enough_memory = min(least, attempt.peak), enough_memory or trains
+    if plan.host_limit is not None and least_host > plan.host_limit:
+        return (
+            f"does not fit with any of these options: the least is {least_host / GIB:.1f} GiB of host memory, of "
+            f"{plan.host_limit / GIB:.1f} GiB"
+        )
     if enough_memory:
         return "does not fit with any of these options: the sampler's cache has no room for one sequence"
     limit = USABLE * plan.gpu.memory / GIB

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import Any, NamedTuple
 
+from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe
 from rlkit.plan import megatron
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
 from rlkit.plan.sampler import SamplerMemory, Servers, sampler_memory, sequence_bytes
+from rlkit.runs.options import sends_adapters
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.weight_files import has_only_pickled_weights
 
 GIB = 2**30
 SERVERS = "servers"
+LOADING = "loading, at most"  # host memory of a machine
+LONG_ROW = 4096  # tokens; with longer rows the advice tries Ulysses
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,16 @@ class Plan:
     Attributes:
         phases: bytes by phase and kind of tensor; "servers" are those of a GPU that only samples.
         gpu: the GPU that the plan is for.
+        host: bytes of a machine's host memory by purpose, see `rlkit.plan.report.host_memory`; empty if not judged.
+        host_limit: how many bytes of host memory a machine has; None if that is not known.
     """
 
     rehearsal: Rehearsal
     sampler: SamplerMemory
     phases: dict[str, dict[str, int]]
     gpu: Gpu
+    host: Mapping[str, int] = field(default_factory=dict)
+    host_limit: int | None = None
 
     @property
     def peak(self) -> int:
@@ -42,9 +51,24 @@ class Plan:
         return [name for name, kinds in self.phases.items() if sum(kinds.values()) > USABLE * self.gpu.memory]
 
     @property
+    def host_peak(self) -> int:
+        """Bytes of a machine's host memory that a run needs: while it loads, or while it exports its weights.
+
+        Images are not among them, since they are only that large if all prompts are as long as they may be.
+        """
+        needed = {name: size for name, size in self.host.items() if not name.startswith("images")}
+        loading = needed.pop(LOADING, 0)
+        return max(loading, sum(needed.values()))
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether host memory suffices, if it is known."""
+        return self.host_limit is None or self.host_peak <= self.host_limit
+
+    @property
     def fits(self) -> bool:
-        """Whether no phase is too large, and the sampler has room for one sequence."""
-        return not self.too_large and self.sampler.sequences > 0
+        """Whether no phase is too large, the sampler has room for one sequence, and host memory suffices."""
+        return not self.too_large and self.sampler.sequences > 0 and self.host_fits
 
 
 def make_plan(
@@ -106,16 +130,18 @@ class Way(NamedTuple):
 def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int, gpus_per_node: int) -> Iterator[Way]:
     """Ways to save memory, the cheapest first.
 
-    All but the last two accumulate. LoRA and each number of GPUs are tried on top of them, and not with each other:
+    The first six accumulate. The others are tried on top of them, and not with each other:
 
     - a smaller share of the GPU for the sampler: fewer answers at once; or a larger one if it has no room
     - a sampler on several ranks' GPUs together: they communicate for each token
     - fused log-probabilities from hidden states: the output layer is computed twice
     - gradient checkpointing: a third more time
     - smaller micro-batches: weights are gathered more often
-    - offloading of weights and optimizer state to host memory between phases: copies in every step
-    - LoRA: only adapters are trained
-    - more GPUs, each with a smaller shard
+    - offloading of weights and optimizer state between phases, if the host has room: copies in every step
+    - Ulysses, for long rows: ranks that share rows communicate in each layer
+    - LoRA: only adapters are trained; then with a base in bfloat16; then in 4 bits
+    - Megatron: weights and gradients split over tensor or expert ranks, then also over pipeline stages
+    - more GPUs, each with a smaller shard; with Megatron, which shards only the optimizer over them, in the last layout
     """
     options: dict[str, Any] = {}
     most, share = plan.sampler.utilization, plan.sampler.share
@@ -132,25 +158,77 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int, gpus_per_node: in
     longest = plan.rehearsal.workload.prompt + plan.rehearsal.workload.answer
     if cfg.micro_batch_tokens > longest:
         options["micro_batch_tokens"] = longest
-    if is_fsdp2 and not cfg.offload_between_phases:
+    offloaded = min(world, gpus_per_node) * sum(plan.rehearsal.resident.values())
+    if is_fsdp2 and not cfg.offload_between_phases and (plan.host_limit is None or offloaded <= plan.host_limit):
         options["offload_between_phases"] = True
     changes: list[str] = []
     for name, value in options.items():
         cfg = replace(cfg, **{name: value})
         changes = [*changes, _as_option(name, value)]
         yield Way(changes, cfg, world)
-    if is_fsdp2 and not cfg.lora_rank:
-        yield Way([*changes, "--lora_rank 32"], replace(cfg, lora_rank=32), world)
+    for more in [*_ulysses_changes(cfg, config, longest, world, gpus_per_node), *_adapter_changes(cfg)]:
+        yield Way([*changes, *starmap(_as_option, more.items())], replace(cfg, **more), world)
+    layouts = _megatron_layouts(cfg, config, world, gpus_per_node) if cfg.engine == "megatron" else []
+    for layout in layouts:
+        yield Way([*changes, _as_option("parallel", layout)], replace(cfg, parallel=layout), world)
+    if layouts:
+        cfg, changes = replace(cfg, parallel=layouts[-1]), [*changes, _as_option("parallel", layouts[-1])]
     for factor in (2, 4, 8):
         yield Way([*changes, f"{factor * world} GPUs in place of {world}"], cfg, factor * world)
+
+
+def _ulysses_changes(cfg: Any, config: Any, longest: int, world: int, gpus_per_node: int) -> list[dict[str, Any]]:
+    """Numbers of ranks that can share a row of more than `LONG_ROW` tokens."""
+    if cfg.engine != "fsdp2" or longest <= LONG_ROW:
+        return []
+    name, heads = "ulysses_sequence_parallel_size", config.get_text_config().num_attention_heads
+    sizes = [size for size in (2, 4, 8) if cfg.ulysses_sequence_parallel_size < size <= gpus_per_node]
+    return [{name: size} for size in sizes if not world % size and not heads % size]
+
+
+def _adapter_changes(cfg: Any) -> list[dict[str, Any]]:
+    """LoRA; the same with frozen weights in bfloat16; and with frozen weights in 4 bits."""
+    if cfg.engine != "fsdp2":
+        return []
+    new: dict[str, Any] = {} if cfg.lora_rank else {"lora_rank": 32}
+    changes = [new]
+    if cfg.dtype != "bfloat16":
+        new = {**new, "dtype": "bfloat16"}
+        changes.append(new)
+    if not cfg.quantize_base and not sends_adapters(cfg):
+        changes.append({**new, "quantize_base": True})
+    return [change for change in changes if change]
+
+
+def _megatron_layouts(cfg: Any, config: Any, world: int, gpus_per_node: int) -> list[dict[str, int]]:
+    """Values of `--parallel` with more tensor or expert ranks of one machine, then also with more pipeline stages."""
+    name = "expert" if is_moe(config.get_text_config()) else "tensor"
+    layouts = []
+    for stages in (1, 2, 4, 8):
+        for size in (1, 2, 4, 8):
+            layout = {**cfg.parallel, name: max(size, cfg.parallel.get(name, 1))}
+            layout["pipeline"] = max(stages, cfg.parallel.get("pipeline", 1))
+            if layout[name] > gpus_per_node:
+                continue
+            if layout.get("tensor", 1) > 1:
+                layout["sequence_parallel"] = 1
+            layout = {key: value for key, value in layout.items() if value > 1 or key == "sequence_parallel"}
+            if layout in layouts or layout == cfg.parallel:
+                continue
+            try:
+                check_supported(config, ParallelDims(**layout), world)
+            except ValueError:  # not a divisor of the ranks, or of something in the model
+                continue
+            layouts.append(layout)
+    return layouts
 
 
 def _as_option(name: str, value: Any) -> str:
     """An option as on the command line."""
     if value is True:
         return f"--{name}"
-    words = [word for pair in value.items() for word in pair] if isinstance(value, dict) else [str(value)]
-    return " ".join([f"--{name}", *words])
+    words = [word for pair in value.items() for word in pair] if isinstance(value, dict) else [value]
+    return " ".join([f"--{name}", *map(str, words)])
 
 
 def _sampler_gpus(plan: Plan, config: Any, world: int, gpus_per_node: int) -> int:

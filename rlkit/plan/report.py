@@ -10,7 +10,7 @@ import torch
 
 from rlkit.engines.export import FILE_BYTES
 from rlkit.engines.flops import flops_obstacle
-from rlkit.plan.fit import GIB, Plan
+from rlkit.plan.fit import GIB, LOADING, Plan
 from rlkit.plan.hardware import NETWORK_BANDWIDTH, USABLE
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.roofline import costs
@@ -39,7 +39,7 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
     import transformers
 
     config, rehearsal, gpu = roles.policy or roles.critic, plan.rehearsal, plan.gpu
-    workload, memory = rehearsal.workload, host_memory(cfg, config, plan, world, gpus_per_node)
+    workload = rehearsal.workload
     lines = [
         f"{config.model_type}: {rehearsal.parameters / 1e9:.2f}B parameters, {rehearsal.trainable / 1e9:.3f}B trained, "
         f"on {world} x {gpu.name}; planned without a GPU, with torch {torch.__version__}, transformers "
@@ -53,7 +53,7 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         memory_table(plan.phases),
         "",
         "host memory of a machine",
-        *(f"  {name}: {size / GIB:.1f} GiB" for name, size in memory.items()),
+        *(f"  {name}: {size / GIB:.1f} GiB" for name, size in plan.host.items()),
         "",
         time_table(cfg, roles, plan, world, gpus_per_node),
         "",
@@ -74,12 +74,15 @@ def _counted(number: int, noun: str) -> str:
 
 
 def summary(cfg: Any, plan: Plan) -> dict[str, Any]:
-    """What `--json` prints: `fits`, the `verdict` and the `rows` of a rank in words, and bytes by phase and kind."""
+    """What `--json` prints: `fits`, the `verdict` and the `rows` of a rank in words, bytes by phase and kind, and bytes
+    of a machine's host memory by purpose.
+    """
     return {
         "fits": plan.fits,
         "verdict": verdict(cfg, plan),
         "rows": describe_rows(plan.rehearsal.workload),
         "phases": plan.phases,
+        "host_memory": dict(plan.host),
     }
 
 
@@ -151,7 +154,7 @@ def host_memory(cfg: Any, config: Any, plan: Plan, world: int, gpus_per_node: in
     images = {"images of two steps": ranks * 2 * rehearsal.workload.prompts * image}
     images[f"images of {cfg.heldout_rows} held-out rows (--heldout_rows)"] = ranks * held_out * image
     images = {name: size for name, size in images.items() if size}
-    return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded, **images}
+    return {LOADING: loading, "export, at most": min(FILE_BYTES, export), **offloaded, **images}
 
 
 def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:
@@ -208,15 +211,23 @@ def samples_ahead(cfg: Any) -> bool:
     return getattr(cfg, "max_staleness", 0) > 0
 
 
+def _host(plan: Plan) -> str:
+    """What the verdict says of host memory, if it is known how much a machine has."""
+    if plan.host_limit is None:
+        return ""
+    enough = "" if plan.host_fits else ", which is too little"
+    return f"; {plan.host_peak / GIB:.1f} GiB of a machine's {plan.host_limit / GIB:.1f} GiB of host memory{enough}"
+
+
 def verdict(cfg: Any, plan: Plan) -> str:
     """One sentence: whether the run fits, with the numbers."""
     limit, gpu = USABLE * plan.gpu.memory / GIB, plan.gpu
     usable_memory = f"of {limit:.1f} GiB usable on {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
     if plan.too_large:
         phases = ", ".join(f"{name} {sum(plan.phases[name].values()) / GIB:.1f}" for name in plan.too_large)
-        return f"does not fit: {phases} GiB {usable_memory}"
+        return f"does not fit: {phases} GiB {usable_memory}{_host(plan)}"
     if plan.sampler.sequences:
-        return f"fits: {plan.peak / GIB:.1f} GiB {usable_memory}"
+        return f"{'fits' if plan.fits else 'does not fit'}: {plan.peak / GIB:.1f} GiB {usable_memory}{_host(plan)}"
     if plan.sampler.servers:
         return "does not fit: the servers' cache has no room for one sequence; raise --server_tensor_parallel"
     most, share = plan.sampler.utilization, plan.sampler.share

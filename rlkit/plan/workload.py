@@ -114,13 +114,19 @@ def longest_batch(
 def with_limited_rows(cfg: Any, config: Any) -> Any:
     """The options, with rows that fill a micro-batch where rows may otherwise fill the model's context.
 
-    Many shorter rows fill a micro-batch too. A run of real rows thus takes about as much memory.
+    Many shorter rows fill a micro-batch too. A run of real rows thus takes about as much memory. If answers alone fill
+    a micro-batch, a prompt, with its images, has a quarter of its tokens, and such a row is longer than a micro-batch.
     """
-    tokens = min(config.get_text_config().max_position_embeddings, cfg.micro_batch_tokens)
+    context, budget = config.get_text_config().max_position_embeddings, cfg.micro_batch_tokens
+    tokens = min(context, budget)
+
+    def left_by(taken: int) -> int:
+        return max(1, tokens - taken, min(context - taken, budget // 4))
+
     if getattr(cfg, "max_turns", 1) > 1 and not cfg.max_response_tokens:
-        cfg = replace(cfg, max_response_tokens=max(1, tokens - (cfg.max_prompt_tokens or tokens // 2)))
+        cfg = replace(cfg, max_response_tokens=left_by(cfg.max_prompt_tokens or tokens // 2))
     if hasattr(cfg, "max_prompt_tokens") and not cfg.max_prompt_tokens:
-        cfg = replace(cfg, max_prompt_tokens=max(1, tokens - longest_answer(cfg)))
+        cfg = replace(cfg, max_prompt_tokens=left_by(longest_answer(cfg)))
     if hasattr(cfg, "max_tokens") and not cfg.max_tokens:
         cfg = replace(cfg, max_tokens=tokens)
     return cfg

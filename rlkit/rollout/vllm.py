@@ -6,6 +6,7 @@ In a single process, one engine on every rank of `torchrun`, or one engine shard
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 import weakref
@@ -65,6 +66,10 @@ class VllmRollout:
         options: of `vllm.LLM`, e.g. `max_num_seqs`, `kv_cache_memory_bytes`, `enforce_eager`, or
             `enable_return_routed_experts`, with which samples carry the experts of each token.
 
+    Attributes:
+        allocated_bytes: of torch's allocations on this GPU, those that vLLM made when it started. torch counts them
+            also while vLLM sleeps.
+
     Raises:
         ValueError: vLLM is missing, has another version or cannot load the model; or the number of ranks is not a
             multiple of `tensor_parallel_size`.
@@ -110,6 +115,7 @@ class VllmRollout:
             options.setdefault("mm_processor_cache_gb", 0)
         if world_size > 1:
             options["distributed_executor_backend"] = "external_launcher"
+        before = _allocated_bytes()
         self.llm = _start_engine(
             model=model,
             config=config,
@@ -121,6 +127,7 @@ class VllmRollout:
             enable_sleep_mode=self.on_gpu,
             **options,
         )
+        self.allocated_bytes = _allocated_bytes() - before
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
         self.config = config = thinker_config(self.llm.model_config.hf_config)
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -366,6 +373,14 @@ def import_vllm() -> Any:
 def is_supported(version: str) -> bool:
     """Whether this is a version of vLLM that rlkit is tested with."""
     return SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]
+
+
+def _allocated_bytes() -> int:
+    """Bytes that torch counts as allocated on this rank's GPU; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    gc.collect()
+    return torch.cuda.memory_allocated()
 
 
 def _start_engine(model: str, config: Any, **options: Any) -> Any:

@@ -59,9 +59,10 @@ from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import batch_totals, engine_flops, mean_metrics, totals, training_passes
 from rlkit.runs.updates import keep_on_device, mini_batches
-from rlkit.runs.vllm_options import adapter_flags
+from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flags
 
 __all__ = [
+    "OWN_SERVER_SHARE",
     "AdapterOptions",
     "Answers",
     "EngineOptions",
@@ -99,6 +100,7 @@ __all__ = [
     "finish",
     "global_loss",
     "keep_on_device",
+    "length_flags",
     "load_named_task",
     "mean_and_error",
     "means_of_rows",

@@ -23,6 +23,7 @@ from rlkit.data.samples import Row
 from rlkit.runs.command_line import OF_ONE_RUN
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.rollouts import is_replay
+from rlkit.runs.vllm_options import OWN_SERVER_SHARE
 from rlkit.tracking.files import replace_file, versions
 from rlkit.vlm.tiny import is_tiny
 
@@ -66,14 +67,18 @@ def _phases_or_refusal(cfg: Any, out: Path, seconds: float, rows: Sequence[Row])
             "--plan_seconds 0 starts the run all the same"
         )
     print(f"memory: {plan['verdict']}, with {plan['rows']}", flush=True)
-    return _by_phase_of_run(plan["phases"], own_allocator=getattr(cfg, "rollout", "") == "vllm")
+    return _by_phase_of_run(plan["phases"], with_vllm=getattr(cfg, "rollout", "") == "vllm")
 
 
-def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, own_allocator: bool) -> dict[str, float]:
-    """GiB that torch allocates in each phase of a run; vLLM allocates its weights and its cache itself."""
+def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, with_vllm: bool) -> dict[str, float]:
+    """GiB of each phase of a run, without vLLM's weights and cache, as `rlkit.tracking.throughput.gpu_peak` measures.
+
+    What vLLM takes for a while beside these, its workspace, is measured and counted.
+    """
+    left_out = ("sampler's weights", "sampler's cache") if with_vllm else ()
     peaks: dict[str, float] = {}
     for phase, kinds in phases.items():
-        sizes = [size for kind, size in kinds.items() if not (own_allocator and kind.startswith("sampler's"))]
+        sizes = [size for kind, size in kinds.items() if kind not in left_out]
         name = PHASES.get(phase, "train")
         if phase != "load":
             peaks[name] = max(peaks.get(name, 0.0), sum(sizes) / 2**30)
@@ -96,7 +101,10 @@ def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str,
     gpu, machine = torch.cuda.get_device_properties(torch.cuda.current_device()), os.environ.get("LOCAL_WORLD_SIZE")
     world = dist.get_world_size() if dist.is_initialized() else 1
     arguments = ["--nproc", str(world), "--gpus_per_node", machine or str(world)]
-    arguments += ["--gpu", gpu.name, "--gpu_memory", str(gpu.total_memory / 2**30)]
+    share = OWN_SERVER_SHARE if _starts_server_here(cfg, world) else 0.0
+    arguments += ["--gpu", gpu.name, "--gpu_memory", str((1 - share) * gpu.total_memory / 2**30)]
+    if hasattr(os, "sysconf"):  # not on Windows
+        arguments += ["--host_memory", str(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)]
     if not _have_images(rows):
         arguments += ["--image_tokens", "0"]
     request = json.loads(json.dumps({"arguments": arguments, "options": options}, default=str))
@@ -114,6 +122,11 @@ def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str,
     except OSError as error:
         raise _NotPlannedError(str(error)) from error
     return plan
+
+
+def _starts_server_here(cfg: Any, world: int) -> bool:
+    """Whether recipes/grpo_async.py starts a vLLM server of its own on a GPU that also trains."""
+    return getattr(cfg, "rollout", "") == "vllm_server" and not cfg.servers and torch.cuda.device_count() <= world
 
 
 def _made_of(recipe: Path, model: str) -> dict[str, Any]:

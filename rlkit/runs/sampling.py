@@ -99,6 +99,8 @@ class PolicySampler:
     ) -> None:
         self.cfg, self.run, self.processor, self.engine, self.rollout = cfg, run, processor, engine, rollout
         self.sends_weights = sends_weights
+        if sampler_bytes := getattr(rollout, "allocated_bytes", 0):
+            run.sampler_bytes = sampler_bytes
         self.judge = Judge(task.reward, threads=cfg.reward_threads, group=getattr(engine, "model_parallel_group", None))
         self.generate = generate or rollout.generate
         self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None

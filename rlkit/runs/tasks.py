@@ -16,7 +16,7 @@ from rlkit.data.samples import Row
 from rlkit.data.tables import HELD_OUT_SEED, Rows
 from rlkit.rewards import isolated, reward_named, without_thinking
 from rlkit.runs.command_line import option_value
-from rlkit.runs.options import RewardOptions, TaskOptions
+from rlkit.runs.options import RewardOptions, TaskOptions, check_range
 
 Config = TypeVar("Config", bound=Any)
 
@@ -76,4 +76,5 @@ def with_epochs(cfg: Config, task: Task) -> Config:
     """The options; if `epochs` is given, `steps` is set to that many passes over the task's rows."""
     if not cfg.epochs:
         return cfg
+    check_range("prompts_per_step", cfg.prompts_per_step, 1)
     return replace(cfg, steps=math.ceil(cfg.epochs * len(task.train) / cfg.prompts_per_step))

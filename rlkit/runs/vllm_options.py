@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
+OWN_SERVER_SHARE = 0.4  # of a GPU's memory, for a server that a run starts on a GPU which also trains
 RESERVED = 0.07  # share of a GPU's memory for CUDA, NCCL and fragmentation, as in rlkit.plan
 
 
@@ -44,6 +45,12 @@ def adapter_flags(cfg: Any) -> list[str]:
     if not (options := adapter_options(cfg)):
         return []
     return ["--enable-lora", "--max-lora-rank", str(options["max_lora_rank"])]
+
+
+def length_flags(cfg: Any) -> list[str]:
+    """The longest sequence as a flag of a vLLM server, if the options limit prompts and answers."""
+    longest = longest_sequence(cfg)
+    return [] if longest is None else ["--max-model-len", str(longest)]
 
 
 def longest_sequence(cfg: Any) -> int | None:

@@ -92,6 +92,7 @@ class Run:
         self.step = 0  # the last step that was logged
         self.skipped_in_a_row = 0  # skipped steps at the end of the log
         self.first_mismatch: float | None = None  # of sampler and trainer; see PolicySampler.stop_if_out_of_sync
+        self.sampler_bytes = 0  # that vLLM in this process holds, which are not in `memory/<phase>`
         self.peak, self.planned_memory = peak_flops_of_all_ranks(), planned_memory or {}
         self.write_page, self.page_seconds, self.profiler = write_page, page_seconds, profiler
         self._page_writer: threading.Thread | None = None
@@ -153,7 +154,7 @@ class Run:
 
     def phase(self, name: str) -> None:
         """Enters the phase `name`. The next `log` writes the seconds of the previous phase as `time/<phase>`."""
-        now, peak = time.perf_counter(), gpu_peak()
+        now, peak = time.perf_counter(), gpu_peak(self.sampler_bytes)
         if self.current_phase != "set_up":
             self._times[f"time/{self.current_phase}"] += now - self._since
             self._memory[f"memory/{self.current_phase}"] = max(self._memory[f"memory/{self.current_phase}"], peak)
@@ -176,8 +177,9 @@ class Run:
         known GPUs, `time/mfu` are computed from `flops`, the FLOPs of the phase "train" (see rlkit.engines.flops).
         Metrics that depend on the clock are named `time/...`. All others are reproducible.
 
-        `memory/<phase>` is the peak of torch's allocations on a GPU, in GiB, the highest of all ranks, which call this
-        together. `planned_memory/<phase>` beside it is what was planned. Without a GPU both are missing.
+        `memory/<phase>` is the peak of torch's allocations on a GPU without the weights and the cache of vLLM, in GiB,
+        the highest of all ranks, which call this together. `planned_memory/<phase>` beside it is what was planned.
+        Without a GPU both are missing.
 
         The attribute `skipped_in_a_row` counts how many of the last steps skipped all updates (`skipped_steps`).
 

@@ -78,18 +78,24 @@ def peak_flops_of_all_ranks() -> float | None:
     return None if peak is None else peak * int(os.environ.get("WORLD_SIZE", 1))
 
 
-def gpu_peak() -> float:
+def gpu_peak(sampler_bytes: int = 0) -> float:
     """Peak of torch's allocations on this rank's GPU since the last call, in GiB; 0 without a GPU.
 
-    Memory that torch does not allocate is not counted: that of NCCL, CUDA, and a sampler with its own allocator.
+    vLLM in this process allocates weights and cache by a memory pool of torch, and torch counts this pool also while
+    vLLM sleeps and its memory belongs to the trainer again (https://github.com/vllm-project/vllm/issues/17117).
+    Therefore its bytes are subtracted. Memory that torch does not allocate, such as that of NCCL and CUDA, is not
+    counted.
+
+    Args:
+        sampler_bytes: what vLLM holds, `VllmRollout.allocated_bytes`.
     """
     import torch
 
     if not torch.cuda.is_available():
         return 0.0
-    peak = torch.cuda.max_memory_allocated() / 2**30
+    peak = torch.cuda.max_memory_allocated() - sampler_bytes
     torch.cuda.reset_peak_memory_stats()
-    return peak
+    return max(0, peak) / 2**30
 
 
 def highest_of_all_ranks(values: Mapping[str, float]) -> dict[str, float]:

@@ -7,18 +7,18 @@ import pytest
 from transformers import LlamaConfig
 
 from rlkit.plan import __main__ as command_line
-from rlkit.plan.fit import Plan, ways_to_fit
+from rlkit.plan.fit import LOADING, Plan, ways_to_fit
 from rlkit.plan.hardware import USABLE, gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Rehearsal, Roles
-from rlkit.plan.report import describe_rows, verdict
+from rlkit.plan.report import describe_rows, summary, verdict
 from rlkit.plan.sampler import SamplerMemory, Servers
 from rlkit.plan.workload import Workload
 from rlkit.runs.vllm_options import share_left
 
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, vocab_size=1000)
 H100 = gpu_named("h100-80gb")
-OPTIONS = SimpleNamespace(nproc=4, image_tokens=None, gpus_per_node=4)
+OPTIONS = SimpleNamespace(nproc=4, image_tokens=None, gpus_per_node=4, host_memory=None)
 
 
 def plan_of(gib, sampler, **phases):
@@ -35,6 +35,7 @@ def config(**options):
     ("options", "sentence"),
     [
         (["--gpu_memory", "0"], "gpu_memory: expected more than 0 GiB, got 0"),
+        (["--host_memory", "0"], "host_memory: expected more than 0 GiB, got 0"),
         (["--nproc", "0"], "nproc: expected at least 1 GPU, got 0"),
         (["--gpus_per_node", "0"], "gpus_per_node: expected at least 1 GPU, got 0"),
         (["--server_gpus", "-1"], "server_gpus: expected at least 0 GPUs, got -1"),
@@ -117,3 +118,101 @@ def test_a_run_leaves_as_much_memory_as_the_plan():
 def test_one_row_is_singular():
     one = describe_rows(Workload(1, 2, 0, prompts=1, group_size=1))
     assert one == "1 prompt of 1 token (0 of images), 1 answer of 2 tokens to each"
+
+
+def ways(world, **options):
+    """What is changed for a model that does not fit, without what comes first."""
+    workload = Workload(8192, 8192, 0, prompts=1, group_size=2)
+    plan = plan_of(900, SamplerMemory(0, 0, 2, 2))
+    plan = replace(plan, rehearsal=replace(plan.rehearsal, workload=workload))
+    cfg = replace(config(**options), enable_gradient_checkpointing=True, use_fused_kernels=True, micro_batch_tokens=1)
+    return [way.changes for way in ways_to_fit(cfg, plan, LLAMA, world, 8)]
+
+
+def test_long_rows_can_be_shared_by_ranks_and_frozen_weights_can_be_smaller():
+    ulysses = [[f"--ulysses_sequence_parallel_size {size}"] for size in (2, 4)]  # of 12 ranks and 8 heads
+    lora = ["--lora_rank 32", "--dtype bfloat16", "--quantize_base"]
+    adapters = [lora[:1], lora[:2], lora]
+    gpus = [[f"{12 * factor} GPUs in place of 12"] for factor in (2, 4, 8)]
+    offload = ["--offload_between_phases"]
+    assert ways(12) == [offload, *([*offload, *way] for way in (*ulysses, *adapters, *gpus))]
+    small = [["--dtype bfloat16"], ["--dtype bfloat16", "--quantize_base"]]
+    assert ways(12, lora_rank=8, offload_between_phases=True) == [*ulysses, *small, *gpus]
+    sent_alone = {"lora_rank": 8, "sync_adapters": True, "rollout": "vllm", "offload_between_phases": True}
+    assert ways(12, **sent_alone) == [*ulysses, small[0], *gpus]  # the sampler would have other base weights
+
+
+def test_megatron_splits_weights_over_tensor_ranks_and_stages():
+    """LLAMA has 8 heads and 2 layers."""
+    tensor = [[f"--parallel tensor {size} sequence_parallel 1"] for size in (2, 4, 8)]
+    stages = [["--parallel pipeline 2"]]
+    stages += [[f"--parallel tensor {size} pipeline 2 sequence_parallel 1"] for size in (2, 4, 8)]
+    gpus = [[*stages[-1], f"{16 * factor} GPUs in place of 16"] for factor in (2, 4, 8)]
+    assert ways(16, engine="megatron") == [*tensor, *stages, *gpus]
+    given = ways(16, engine="megatron", parallel={"tensor": 8, "sequence_parallel": 1})
+    assert given[0] == ["--parallel tensor 8 sequence_parallel 1 pipeline 2"] and len(given) == 1 + 3
+
+
+def test_megatron_that_does_not_fit_gets_a_layout_that_does(tmp_path, capsys):
+    """More GPUs shrink neither weights nor gradients."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 8}
+    LlamaConfig(**sizes, vocab_size=32000, tie_word_embeddings=False).save_pretrained(tmp_path)
+    options = ["--engine", "megatron", "--max_tokens", "64", "--micro_batch_tokens", "64", "--prompts_per_step", "8"]
+    with pytest.raises(SystemExit) as end:
+        command_line.main([
+            "recipes/sft.py", "--model", str(tmp_path), "--nproc", "8", "--gpu", "x", "--gpu_memory", "0.3", *options,
+            "--max_new_tokens", "0",
+        ])  # fmt: skip
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert end.value.code == 1 and lines[-1] == "fits with --parallel tensor 4 sequence_parallel 1", lines
+
+
+def offloaded(gib):
+    """A plan with this many GiB of a rank on the host, between phases."""
+    plan = plan_of(50, SamplerMemory(0, 0, 2, 2))
+    return replace(plan, rehearsal=replace(plan.rehearsal, host=gib << 30))
+
+
+def with_host(plan, cfg, monkeypatch, gib):
+    monkeypatch.setattr(command_line, "make_plan", lambda *_: plan)
+    options = SimpleNamespace(**{**vars(OPTIONS), "host_memory": gib})
+    return command_line.whole_plan(cfg, Roles(policy=LLAMA), 4, H100, None, options)
+
+
+def test_host_memory_is_judged_if_it_is_known(monkeypatch):
+    """Weights and optimizer that are pinned on the host between phases, of four ranks; it was printed only."""
+    cfg = config(offload_between_phases=True)
+    enough, too_little = (with_host(offloaded(100), cfg, monkeypatch, gib) for gib in (401, 399))
+    assert enough.fits and verdict(cfg, enough).endswith("; 400.0 GiB of a machine's 401.0 GiB of host memory")
+    assert verdict(cfg, enough).startswith("fits: 50.0 GiB of 73.6 GiB usable")
+    assert not too_little.fits and verdict(cfg, too_little).startswith("does not fit: 50.0 GiB of 73.6 GiB usable")
+    assert verdict(cfg, too_little).endswith("; 400.0 GiB of a machine's 399.0 GiB of host memory, which is too little")
+    unknown = with_host(offloaded(100), cfg, monkeypatch, None)
+    assert unknown.fits and "host memory" not in verdict(cfg, unknown)
+    shown = summary(cfg, too_little)["host_memory"]
+    assert shown["weights and optimizer, between phases"] == 400 << 30
+
+
+def test_images_of_prompts_as_long_as_they_may_be_are_not_judged():
+    host = {LOADING: 8 << 30, "export, at most": 2 << 30, "images of two steps": 900 << 30}
+    plan = replace(plan_of(50, SamplerMemory(0, 0, 2, 2)), host=host, host_limit=9 << 30)
+    assert plan.fits and plan.host_peak == 8 << 30
+
+
+def test_offloading_is_not_advised_to_a_host_without_room():
+    plan = plan_of(90, SamplerMemory(0, 0, 2, 2))
+    plan = replace(plan, rehearsal=replace(plan.rehearsal, resident={"parameters": 60 << 30}))
+    for limit, advised in ((239, False), (240, True), (None, True)):
+        limited = replace(plan, host_limit=limit and limit << 30)
+        changes = [change for way in ways_to_fit(config(), limited, LLAMA, 4, 8) for change in way.changes]
+        assert ("--offload_between_phases" in changes) == advised
+
+
+def test_advice_for_a_host_that_is_too_small(monkeypatch):
+    cfg = config(offload_between_phases=True)
+    small = with_host(offloaded(100), cfg, monkeypatch, 300)
+    options = SimpleNamespace(**{**vars(OPTIONS), "host_memory": 300})
+    sentence = command_line.advice(cfg, Roles(policy=LLAMA), small, options)
+    assert sentence == "does not fit with any of these options: the least is 400.0 GiB of host memory, of 300.0 GiB"
+    monkeypatch.setattr(command_line, "make_plan", lambda cfg, *_: offloaded(30 if cfg.lora_rank else 100))
+    assert command_line.advice(cfg, Roles(policy=LLAMA), small, options).endswith("--lora_rank 32")

@@ -16,7 +16,14 @@ from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles
 from rlkit.plan.roofline import costs, rows_flops
 from rlkit.plan.sampler import SamplerMemory
-from rlkit.plan.workload import Workload, _group, largest_micro_batches, longest_batch, packed_rows
+from rlkit.plan.workload import (
+    Workload,
+    _group,
+    largest_micro_batches,
+    longest_batch,
+    packed_rows,
+    with_limited_rows,
+)
 from rlkit.runs.vllm_options import longest_sequence
 
 LLAMA = LlamaConfig(
@@ -156,3 +163,23 @@ def test_tokens_of_tools_are_not_generated():
     sampler = SamplerMemory(0, 0, 8, 8)
     memory = [costs(cfg, Roles(policy=LLAMA), rehearsal, sampler, 1, 8)["generate"].memory for cfg in (long, short)]
     assert memory[1] == 2 * memory[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompt"),
+    [(1024, 15360), (12288, 4096), (15000, 4096), (16384, 4096), (65536, 4096), (131072 - 100, 100)],
+)
+def test_prompts_beside_long_answers_are_not_empty(answer, prompt):
+    """Answers that fill a micro-batch left a prompt of one token, without an image."""
+    config = AutoConfig.for_model("qwen2_5_vl")
+    config.text_config.max_position_embeddings = 131072
+    recipe = load_recipe("recipes/grpo_vlm.py").Config
+    workload = longest_batch(with_limited_rows(recipe(model="MODEL", max_new_tokens=answer), config), config, 8, None)
+    assert (workload.prompt, workload.answer) == (prompt, answer)
+    assert workload.image_tokens == (prompt - 64) // 2 * 2
+
+
+def test_an_episode_beside_a_long_prompt_is_not_one_token():
+    tools = load_recipe("recipes/grpo_tools.py").Config(model="MODEL", max_prompt_tokens=4096, micro_batch_tokens=4096)
+    assert tools.max_turns > 1
+    assert with_limited_rows(tools, LLAMA).max_response_tokens == 1024

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -13,9 +14,12 @@ import torch
 from transformers import LlamaConfig
 
 from rlkit.data.tables import Rows
-from rlkit.runs import TrainingOptions, memory_plan
+from rlkit.rollout import vllm
+from rlkit.runs import PolicySampler, TrainingOptions, memory_plan
 from rlkit.runs.memory_plan import _have_images, planned_memory
 from rlkit.tracking import Run, read_metrics
+from rlkit.vlm import load_processor
+from rlkit.vlm.loading import load_config
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_vlm.py"
 
@@ -76,7 +80,7 @@ def test_a_run_that_fits_has_planned_metrics(recipe, model, gpu, tmp_path, capsy
     monkeypatch.setattr(memory_plan, "_planned_by_command", lambda *_: pytest.fail("was planned already"))
     assert planned_memory(cfg, tmp_path) == planned
     run = Run(tmp_path, {}, planned_memory=planned)
-    monkeypatch.setattr("rlkit.tracking.run.gpu_peak", lambda: 0.5)
+    monkeypatch.setattr("rlkit.tracking.run.gpu_peak", lambda _: 0.5)
     run.phase("train")
     run.phase("checkpoint")
     run.log(0, {})
@@ -107,6 +111,35 @@ def test_a_task_without_images_has_no_images_in_its_prompts(recipe, model, gpu, 
     monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
     planned_memory(options(recipe, model), tmp_path, rows)
     assert (planned_with[0][-2:] == ["--image_tokens", "0"]) != of_images
+
+
+def arguments_of_a_start(cfg, out, monkeypatch):
+    """The plan's arguments and their values, of a GPU with 16 GiB."""
+    planned_with = []
+
+    def plan(recipe, arguments, *_):
+        planned_with.extend(arguments)
+        return {"fits": True, "verdict": "fits", "rows": "rows", "phases": {}}
+
+    monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
+    planned_memory(cfg, out)
+    return dict(zip(planned_with[::2], planned_with[1::2], strict=True))
+
+
+def test_a_server_that_the_run_starts_on_its_gpu_has_its_share(model, gpu, tmp_path, monkeypatch):
+    """recipes/grpo_async.py without --servers; one with GPUs to spare has the whole GPU for training."""
+    recipe = load(RECIPE.with_name("grpo_async.py"))
+    for gpus, servers, expected in ((1, (), 0.6 * 16), (2, (), 16), (1, ("http://a:1",), 16)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        cfg = recipe.Config(model=model, servers=servers)
+        found = arguments_of_a_start(cfg, tmp_path / f"{gpus}{len(servers)}", monkeypatch)
+        assert float(found["--gpu_memory"]) == pytest.approx(expected)
+
+
+def test_the_machines_memory_is_known_at_the_start(recipe, model, gpu, tmp_path, monkeypatch):
+    found = arguments_of_a_start(options(recipe, model), tmp_path, monkeypatch)
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    assert float(found["--host_memory"]) == pytest.approx(int(total.split()[1]) / 2**20, rel=0.01)
 
 
 def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
@@ -183,16 +216,46 @@ def test_there_is_no_plan_without_a_gpu_or_for_a_tiny_model(recipe, model, gpu, 
     assert planned_memory(options(recipe, model), tmp_path) == {}
 
 
-def test_memory_of_vllm_is_its_own():
-    """torch does not measure it."""
+def test_planned_memory_is_without_what_vllm_holds():
+    """Its weights and its cache are subtracted from what is measured; its workspace is not."""
     phases = {
         "load": {"parameters": 9 << 30},
         "reference": {"parameters": 1 << 30},
         "critic: forward and backward": {"parameters": 3 << 30},
-        "generate": {"parameters": 1 << 30, "sampler's weights": 2 << 30, "sampler's cache": 4 << 30},
-    }
-    assert memory_plan._by_phase_of_run(phases, own_allocator=True) == {"train": 3.0, "generate": 1.0}
-    assert memory_plan._by_phase_of_run(phases, own_allocator=False) == {"train": 3.0, "generate": 7.0}
+        "generate": {
+            "parameters": 1 << 30, "sampler's weights": 2 << 30, "sampler's workspace": 1 << 29,
+            "sampler's cache": 4 << 30,
+        },
+    }  # fmt: skip
+    assert memory_plan._by_phase_of_run(phases, with_vllm=True) == {"train": 3.0, "generate": 1.5}
+    assert memory_plan._by_phase_of_run(phases, with_vllm=False) == {"train": 3.0, "generate": 7.5}
+
+
+def test_what_vllm_holds_is_subtracted_from_each_phase(tiny_dir, tmp_path, monkeypatch):
+    """torch counts vLLM's memory pool also while vLLM sleeps: 40 GiB beside 30 of the trainer. No GPU has run this."""
+    run, allocated = Run(tmp_path, {}), [5 << 30]
+
+    def start(**_):
+        allocated[0] += 40 << 30
+        engine = MagicMock()
+        engine.model_config.hf_config = load_config(tiny_dir)
+        engine.model_config.try_get_generation_config.return_value = {}
+        return engine
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: (40 + 30) << 30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(vllm, "_start_engine", start)
+    monkeypatch.setattr(vllm, "takes_prepared", lambda _: False)
+    rollout = vllm.VllmRollout(model=str(tiny_dir), processor=load_processor(tiny_dir))
+    cfg = SimpleNamespace(reward_threads=0)
+    PolicySampler(cfg, run, SimpleNamespace(reward=None), None, None, rollout)
+    run.phase("train")
+    run.phase("checkpoint")
+    run.log(0, {})
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["memory/train"] == 30.0
 
 
 def test_a_row_function_that_fails_does_not_end_the_plan_of_rank_0():

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pkgutil import iter_modules
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -25,6 +26,7 @@ from rlkit.runs import (
 )
 from rlkit.runs.command_line import option_groups
 from rlkit.runs.options import check_ranges
+from rlkit.runs.tasks import with_epochs
 
 
 @dataclass
@@ -228,3 +230,11 @@ def test_every_public_name_is_described(module):
     for name in names:
         text = inspect.getdoc(getattr(module, name)) or ""
         assert text and not text.startswith(f"{name}("), f"{name}: a docstring, other than the one dataclasses make"
+
+
+def test_epochs_of_no_prompts_are_refused():
+    """Steps of an epoch are counted before the ranges of options are checked."""
+    cfg = replace(TrainingOptions(), epochs=1.0, prompts_per_step=0)
+    with pytest.raises(ValueError, match="^prompts_per_step: expected at least 1, got 0$"):
+        with_epochs(cfg, SimpleNamespace(train=range(10)))
+    assert with_epochs(replace(cfg, prompts_per_step=4), SimpleNamespace(train=range(10))).steps == 3

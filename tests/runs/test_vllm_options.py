@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from helpers import load
 
-from rlkit.runs import adapter_flags, check_rollout_takes_adapters, models, parse_options
+from rlkit.runs import adapter_flags, check_rollout_takes_adapters, length_flags, models, parse_options
 from rlkit.runs.options import check_quantize_base, check_ranges, check_sync_adapters
 from rlkit.runs.vllm_options import longest_sequence, optimizer_bytes, share_left, vllm_options
 
@@ -98,6 +98,12 @@ def test_vllm_has_room_for_an_adapter_that_is_sent_alone(monkeypatch, rank, room
     assert adapter_flags(cfg) == ["--enable-lora", "--max-lora-rank", str(room)]
     merged = options("grpo_vlm", "--rollout", "vllm", "--lora_rank", rank)
     assert "enable_lora" not in vllm_options(merged, []) and adapter_flags(merged) == []
+
+
+def test_a_server_of_the_run_has_room_for_a_prompt_and_its_answer():
+    limited = options("grpo_async", "--max_prompt_tokens", 100, "--max_new_tokens", 20)
+    assert length_flags(limited) == ["--max-model-len", "120"]
+    assert length_flags(options("grpo_async", "--max_new_tokens", 20)) == []
 
 
 def test_an_adapter_that_vllm_has_no_room_for_is_named():
