@@ -22,6 +22,7 @@ OBSTACLES = {
     "kimi_linear": "its kernels for linear attention need Triton, so a GPU",
     "olmo_hybrid": "its kernels for linear attention need Triton, so a GPU",
     "glm5_next_text": "its kernels for linear attention need Triton, so a GPU",
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "vLLM has no sparse attention for CPUs"),
     "cohere_compass_text": "the rotary frequencies of a head have another order in vLLM than in transformers",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
     "kimi_k25": "vLLM reads the configuration and the processor of published files only",
