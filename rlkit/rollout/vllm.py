@@ -408,9 +408,28 @@ def _start_engine(model: str, config: Any, **options: Any) -> Any:
         except Exception as error:
             if not others_run:
                 _clean_up_failed_start(error)
-            if not isinstance(error, OSError | RuntimeError | TypeError | ValueError):
-                raise
-            raise ValueError(f"model: expected one that vLLM can load, got {model!r}: {error}") from error
+            raise loading_error(model, config.model_type, error) from error
+
+
+def loading_error(model: str, family: str, error: Exception) -> ValueError:
+    """The error for a model with which vLLM does not start, and vLLM's own words.
+
+    Where its code stumbles over a family that it does not support, the words are those of an assertion or a missing
+    key. The error then says which kind it is, and where it was raised.
+
+    Args:
+        family: `model_type` of the model's config; empty if transformers could not read it.
+        error: from `vllm.LLM`.
+    """
+    words = str(error).removesuffix(".")
+    if not isinstance(error, OSError | RuntimeError | TypeError | ValueError):
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        words = f"{type(error).__name__} at {frame.f_code.co_filename}:{line}: {words}".removesuffix(": ")
+    of_family = f" of the family {family}" if family else ""
+    return ValueError(
+        f"model: expected one that vLLM can load, got {model!r}{of_family}: {words}; "
+        "if vLLM does not support the family, use rollout 'hf'"
+    )
 
 
 def _clean_up_failed_start(error: Exception) -> None:

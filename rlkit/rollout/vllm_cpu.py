@@ -22,6 +22,7 @@ OBSTACLES = {
     "kimi_linear": "its kernels for linear attention need Triton, so a GPU",
     "olmo_hybrid": "its kernels for linear attention need Triton, so a GPU",
     "glm5_next_text": "its kernels for linear attention need Triton, so a GPU",
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "vLLM has no sparse attention for CPUs"),
     "cohere_compass_text": "the rotary frequencies of a head have another order in vLLM than in transformers",
     "bamba": "vLLM has no model of it, and does not run its Mamba layers by transformers' code",
     "jamba": "its kernels for Mamba need a GPU",

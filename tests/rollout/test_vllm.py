@@ -1,6 +1,7 @@
 """Real vLLM in the trainer's process, on one rank and on two, beside the engine whose weights it is given."""
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from rlkit.rollout import Sampling
 from rlkit.rollout.adapters import ADAPTER_ID
 from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.serve import command, serving
-from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm
+from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm, loading_error
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512, with_family_options
 from rlkit.rollout.vllm_families import (
     check_weight_updates_work,
@@ -220,7 +221,7 @@ def assert_close_in_bfloat16(facts):
 def test_a_family_that_would_sample_something_else_is_refused_by_name(alone, family):
     facts = alone[f"family/{family}"]
     assert facts["error"].startswith("model: expected ") and REFUSED[family] in facts["error"]
-    assert family in facts["error"]
+    assert family in facts["error"] and facts["error"].endswith("use rollout 'hf'")
     assert "synced" not in facts
 
 
@@ -362,6 +363,24 @@ def test_bad_input_says_what_to_do(alone):
     assert "same image processor" in said["expansion"]
     assert said["model"].startswith("model: expected one that vLLM can load, got '/nowhere'")
     assert said["tensor"] == "tensor_parallel_size: expected a divisor of 1 ranks, got 2"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (KeyError("layers.0.rotor"), r"KeyError at \S+test_vllm.py:\d+: 'layers.0.rotor'"),
+        (AssertionError(), r"AssertionError at \S+test_vllm.py:\d+"),
+        (ImportError("no kernel"), r"ImportError at \S+test_vllm.py:\d+: no kernel"),
+        (NotImplementedError("Sparse Attention"), "Sparse Attention"),
+    ],
+)
+def test_what_vllm_fails_with_at_the_start_is_named(error, words):
+    with pytest.raises(type(error)) as raised:
+        raise error
+    rest = f"{words}; if vLLM does not support the family, use rollout 'hf'"
+    said = str(loading_error("DIR", "rotor", raised.value))
+    assert re.fullmatch(f"model: expected one that vLLM can load, got 'DIR' of the family rotor: {rest}", said)
+    assert str(loading_error("DIR", "", raised.value)).startswith("model: expected one that vLLM can load, got 'DIR': ")
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
