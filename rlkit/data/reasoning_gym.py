@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.lookup import requires_extra
-from rlkit.data.samples import Row
+from rlkit.data.samples import Row, thinking_tags_of
 from rlkit.data.tables import Rows
 from rlkit.data.tasks import Task
 
@@ -87,7 +87,8 @@ def reasoning_gym_task(name: str) -> Task:
 def verifier(score_answer: Callable[..., float], *, exact: bool = False) -> Callable[[str, Row], float]:
     """A reward that has reasoning-gym judge the answer between the last <answer> and </answer>, or else the whole text.
 
-    What stands before `</think>` does not count. An `<answer>` that is missing in front may be the prompt's.
+    Thinking does not count; it ends with the row's `thinking_tags`. An `<answer>` that is missing in front may be the
+    prompt's.
 
     Args:
         score_answer: (answer, entry of reasoning-gym) -> score from 0 to 1.
@@ -95,7 +96,7 @@ def verifier(score_answer: Callable[..., float], *, exact: bool = False) -> Call
     """
 
     def reward(text: str, row: Row) -> float:
-        text = text.rpartition("</think>")[2]
+        text = text.rpartition(thinking_tags_of(row)[1])[2]
         before, tag, _ = text.rpartition("</answer>")
         answer = before.rpartition("<answer>")[2] if tag else text
         score = float(score_answer(answer.strip(), row["entry"]))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.data.lookup import requires_extra
+from rlkit.data.samples import THINKING_TAGS, thinking_tags_of
 from rlkit.rewards.workers import Worker, WorkerPool, end_worker, exit_code, read_line
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
@@ -46,7 +47,7 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
     gold = final_answer(str(row["answer"])) if row.get("answer") is not None else None
     if gold is None:
         raise ValueError(f"{row.get('where', 'row')}: answer: expected text or a number, got {row.get('answer')!r}")
-    answer = final_answer(text)
+    answer = final_answer(text, thinking_tags_of(row)[1])
     if answer is None:
         return 0.0
     same = same_answer(answer[0], gold[0], boxed=answer[1], seconds=SECONDS)
@@ -60,7 +61,7 @@ def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
     """
     if row.get("answer") is None:
         return None
-    answer, gold = final_answer(text), final_answer(str(row["answer"]))
+    answer, gold = final_answer(text, thinking_tags_of(row)[1]), final_answer(str(row["answer"]))
     right = gold[0] if gold is not None and gold[1] else str(row["answer"])
     return float(answer is not None and answer[1] and _words(answer[0]) == _words(right))
 
@@ -71,18 +72,18 @@ def _words(text: str) -> str:
     return " ".join((inner[1] if inner else text).lower().split())
 
 
-def final_answer(text: str) -> tuple[str, bool] | None:
+def final_answer(text: str, end: str = THINKING_TAGS[1]) -> tuple[str, bool] | None:
     r"""The result of a solution, and whether it was in a box.
 
-    Only the text after the last `</think>` counts. The result is the content of the last `\boxed{}` or `\fbox{}`, None
-    if that is not closed. Without a box it is the rest of the line after the last `####`, `answer is` or `answer:`.
-    Without these it is the last line that is not empty.
+    Only the text after the last `end`, which ends thinking, counts. The result is the content of the last `\boxed{}`
+    or `\fbox{}`, None if that is not closed. Without a box it is the rest of the line after the last `####`,
+    `answer is` or `answer:`. Without these it is the last line that is not empty.
     """
-    text = text.rpartition("</think>")[2]
+    text = text.rpartition(end)[2]
     if boxes := list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text)):
         start = boxes[-1].end()
-        end = _closing(text, start)
-        return None if end is None else (text[start:end].strip(), True)
+        closed = _closing(text, start)
+        return None if closed is None else (text[start:closed].strip(), True)
     marks = list(MARKERS.finditer(text))
     lines = (text[marks[-1].end() :] if marks else text).strip().splitlines()
     if not lines:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rlkit.data.samples import THINKING_TAGS, thinking_tags_of
 from rlkit.rewards.sandbox import Ran, run_python
 from rlkit.rewards.sandbox_inside import canonical
 
@@ -53,7 +54,7 @@ def _passes(text: str, row: Mapping[str, Any]) -> Iterator[bool]:
     if not tests or not isinstance(tests, list):
         raise ValueError(f"{where}: tests: expected a list of at least one test, got {row.get('tests')!r}")
     parsed = [_parse_test(test, where) for test in tests]  # all tests are parsed before the first is run
-    program, seconds = extract_program(text), float(row.get("seconds", 10))
+    program, seconds = extract_program(text, thinking_tags_of(row)[1]), float(row.get("seconds", 10))
     return (passed(run_python(program, seconds=seconds, **given)) for given, passed in parsed)
 
 
@@ -77,12 +78,12 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def extract_program(text: str) -> str:
+def extract_program(text: str, end: str = THINKING_TAGS[1]) -> str:
     """The last complete fenced block marked python or py; else the last one without a mark; else the whole text.
 
-    Text before the last `</think>` is ignored.
+    Text before the last `end`, which ends thinking, is ignored.
     """
-    text = text.rpartition("</think>")[2]
+    text = text.rpartition(end)[2]
     blocks = re.findall(r"^```[ \t]*+(\w*+)[^\n]*+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     for marks in (("python", "py", "python3"), ("",)):
         if programs := [code for mark, code in blocks if mark.lower() in marks]:

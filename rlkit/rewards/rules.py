@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.lookup import requires_extra
-from rlkit.data.samples import THINKING_TAGS, Reward, Row
+from rlkit.data.samples import THINKING_TAGS, Reward, Row, thinking_tags_of
 
 # --- the form of an answer
 
@@ -119,15 +119,15 @@ def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) 
 # --- the answer
 
 
-def choice_letter(text: str) -> str | None:
+def choice_letter(text: str, end: str = THINKING_TAGS[1]) -> str | None:
     r"""The letter, A to J in upper case, that a text chooses; None if there is none.
 
-    Only the text after the last `</think>` counts. Its last `<answer>B</answer>`, `\boxed{B}` (with or without
-    `\text{}` and brackets), `answer is B` or `answer: (B)` decides. Without any of these, the whole text decides if it
-    is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters count in the
-    first forms, not in the last. `a` and `I` before another word are words: `the answer is a triangle`.
+    Only the text after the last `end`, which ends thinking, counts. Its last `<answer>B</answer>`, `\boxed{B}` (with
+    or without `\text{}` and brackets), `answer is B` or `answer: (B)` decides. Without any of these, the whole text
+    decides if it is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters
+    count in the first forms, not in the last. `a` and `I` before another word are words: `the answer is a triangle`.
     """
-    text = text.rpartition("</think>")[2]
+    text = text.rpartition(end)[2]
     is_word = r"(?-i:[aiI])[ \t]+\w"
     letter = rf"[\s*(\[{{]*+(?:\\(?:text|textbf|mathrm|mathbf)\{{)?[\s(]*+(?!{is_word})([A-J])(?![\w'])"
     marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|:)(?:\*\*)?:?{letter}"
@@ -148,7 +148,7 @@ def multiple_choice(text: str, row: Row) -> float | None:
     right = choice_letter(str(row["answer"]).strip().upper())
     if right is None:
         raise ValueError(f"{row.get('where', 'row')}: answer: expected a letter from A to J, got {row['answer']!r}")
-    return float(choice_letter(text) == right)
+    return float(choice_letter(text, thinking_tags_of(row)[1]) == right)
 
 
 def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
@@ -214,13 +214,14 @@ def _best(compare: Callable[[str], float], row: Row) -> float | None:
 # --- boxes
 
 
-def parse_boxes(text: str) -> list[list[float]]:
+def parse_boxes(text: str, end: str = THINKING_TAGS[1]) -> list[list[float]]:
     """Every `[x1, y1, x2, y2]` or `(x1, y1, x2, y2)` in a text, in order; four numbers and nothing else between.
 
-    A box with a number that is too large for a float is left out.
+    Only the text after the last `end`, which ends thinking, counts. A box with a number that is too large for a float
+    is left out.
     """
     number = r"\s*+([-+]?(?:\d++(?:\.\d*+)?|\.\d++))\s*+"
-    matches = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition("</think>")[2])
+    matches = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition(end)[2])
     boxes = ([float(x) for x in match] for match in matches)
     return [box for box in boxes if all(map(math.isfinite, box))]
 
@@ -263,7 +264,7 @@ def boxes_iou(text: str, row: Row) -> float | None:
         wanted = np.empty(0)
     if wanted.ndim != 2 or wanted.shape[1] != 4:
         raise ValueError(f"{row.get('where', 'row')}: answer: expected boxes [x1, y1, x2, y2], got {answer!r}")
-    boxes = parse_boxes(text)
+    boxes = parse_boxes(text, thinking_tags_of(row)[1])
     if not boxes or not len(wanted):
         return float(len(boxes) == len(wanted))
     overlaps = box_iou(boxes, wanted)

@@ -137,6 +137,12 @@ def test_extract_program(text, expected):
     assert extract_program(text) == expected
 
 
+def test_the_thinking_of_other_tags_is_no_program(monkeypatch):
+    monkeypatch.setattr(programs, "run_python", lambda program, **_: Ran(program, "", None, 0, ""))
+    row = {"tests": [{"input": "", "output": "b"}], "thinking_tags": ["[THINK]", "[/THINK]"]}
+    assert all_tests_passed("[THINK]\n```python\na\n```\n[/THINK]b", row) == 1
+
+
 @pytest.mark.parametrize(
     "tests",
     [

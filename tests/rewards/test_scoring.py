@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from rlkit.data import Failures, prompt_sample
+from rlkit.data.reasoning_gym import verifier
 from rlkit.rewards import (
+    boxed_match,
+    boxes_iou,
     combine,
     exact_match,
     judged,
     judging_problem,
     matches,
+    maths_reward,
     multiple_choice,
     part_means,
     reward_stats,
@@ -204,3 +208,20 @@ def test_without_thinking_a_reward_is_given_the_answer_alone():
     assert [reward(text, other) for text in ("[THINK]5[/THINK]4", "[THINK]4", "<think>5</think>4")] == [1, 0, 0]
     both = without_thinking(combine({"right": (1.0, exact_match), "long": (0.5, lambda text, row: float(len(text)))}))
     assert both("<think>many words</think> 4", row) == 1.5 and set(both.parts) == {"right", "long"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "thought", "answer", "gold", "expected"),
+    [
+        (multiple_choice, "Maybe the answer is B.", "C", "C", 1),
+        (maths_reward, r"\boxed{4}", "5", "5", 1),
+        (boxed_match, r"\boxed{4}", "4", "4", 0),  # the answer is in no box
+        (boxes_iou, "[1, 2, 3, 4]", "[5, 6, 7, 8]", [5, 6, 7, 8], 1),
+        (verifier(lambda text, entry: float(text == entry)), "<answer>4</answer>", "5", "5", 1),
+    ],
+)
+def test_graders_leave_out_thinking_by_the_tags_of_the_row(reward, thought, answer, gold, expected):
+    row = {"answer": gold, "entry": gold}
+    other = {**row, "thinking_tags": ["[THINK]", "[/THINK]"]}
+    assert reward(f"<think>{thought}</think>{answer}", row) == expected
+    assert reward(f"[THINK]{thought}[/THINK]{answer}", other) == expected
