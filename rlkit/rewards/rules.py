@@ -154,26 +154,26 @@ def multiple_choice(text: str, row: Row) -> float | None:
 def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
     """1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
 
-    Numbers are decimal, with an exponent or not; commas between thousands are left out, units are not looked at.
-    relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
+    Numbers are decimal, with an exponent or not; commas between thousands are left out, units are not looked at. The
+    numbers of a fraction such as 1/2 do not count. relative=0.05 is ChartQA's relaxed accuracy
+    (https://arxiv.org/abs/2203.10244, section 5.1).
     """
 
     def reward(text: str, row: Row) -> float | None:
         if row["answer"] is None:
             return None
-        right = _last_number(str(row["answer"]))
-        if right is None:
+        if len(of_row := _numbers(str(row["answer"]))) != 1:
             raise ValueError(f"{row.get('where', 'row')}: answer: expected a number, got {row['answer']!r}")
-        number = _last_number(text)
-        return float(number is not None and abs(number - right) <= max(relative * abs(right), absolute))
+        (right,), numbers = of_row, _numbers(text)
+        return float(bool(numbers) and abs(numbers[-1] - right) <= max(relative * abs(right), absolute))
 
     return reward
 
 
-def _last_number(text: str) -> float | None:
+def _numbers(text: str) -> list[float]:
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
-    numbers = re.findall(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
-    return float(numbers[-1]) if numbers else None
+    number = r"[-+]?(?:\d++\.?\d*+|\.\d++)(?:[eE][-+]?\d++)?+"
+    return [float(found) for found in re.findall(rf"(?<![\w./]){number}(?!/\d)", text)]
 
 
 def squad_normalise(text: str) -> str:
