@@ -270,6 +270,23 @@ def test_a_tracker_that_cannot_take_answers_is_named_once(tmp_path, listed, caps
     assert [step for step, *_ in listed[2:-1]] == [0, 0, 1, 1] and len(read_metrics(tmp_path / SAMPLES)) == 2
 
 
+def test_a_tracker_that_cannot_be_reached_does_not_end_the_run(tmp_path, listed, capsys, monkeypatch):
+    run = Run(tmp_path, {}, trackers=("listed",))
+
+    def refuse(values, step):
+        if step == 0:
+            raise ConnectionError("the server restarts")
+        listed.append((step, values))
+
+    monkeypatch.setattr(run.trackers[0], "log", refuse)
+    for step in range(2):
+        run.log(step, {"loss": 1.0})
+    shown = capsys.readouterr().out
+    assert "tracker listed: metrics could not be logged: ConnectionError: the server restarts" in shown
+    assert listed[-1] == (1, {"loss": 1.0}) and len(read_metrics(tmp_path / METRICS)) == 2
+    run.close()
+
+
 def test_a_tracker_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match="trackers: expected some of .*tensorboard.*, got 'tensorbord'"):
         Run(tmp_path / "a", {}, trackers=["tensorbord"])

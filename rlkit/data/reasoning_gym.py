@@ -14,6 +14,7 @@ Rows are generated when they are asked for, without a download. Settings of this
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -30,6 +31,10 @@ INSTRUCTION = "Put your final answer between <answer> and </answer>."
 TRAIN_SEED, HELD_OUT_SEED = 0, 10**9  # row i is made from seed + i, so these two never meet
 TRIES = 100
 
+# tasks of reasoning-gym 0.1.25 whose rows seed and index do not determine, as a comparison of all tasks has shown
+DRAWS_FROM_GLOBAL_RANDOM = {"list_functions"}
+DEPEND_ON_HASHES = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+
 
 def reasoning_gym_task(name: str) -> Task:
     """A task of reasoning-gym with its own verifier as the reward.
@@ -42,7 +47,8 @@ def reasoning_gym_task(name: str) -> Task:
 
     Raises:
         ImportError: reasoning-gym is not installed.
-        ValueError: no such task, a setting that it does not have or cannot use, or no question left for training.
+        ValueError: no such task, one whose rows differ between processes, a setting that it does not have or cannot
+            use, or no question left for training.
     """
     with requires_extra("reasoning-gym"):
         from reasoning_gym.factory import DATASETS
@@ -52,6 +58,7 @@ def reasoning_gym_task(name: str) -> Task:
         raise ValueError(
             f"task {name!r}: expected one of reasoning-gym's ({', '.join(sorted(DATASETS))}), got {task!r}"
         )
+    _check_rows_are_reproducible(name, task)
     settings = dict(_setting(name, part) for part in parts)
     known = [one.name for one in fields(DATASETS[task][1]) if one.name not in ("seed", "size")]
     known = ["level", "rows", "heldout", "exact", *known]
@@ -84,10 +91,25 @@ def reasoning_gym_task(name: str) -> Task:
     return Task(task, Rows(row, np.arange(count)), held_rows, verifier(train.score_answer, exact=exact))
 
 
+def _check_rows_are_reproducible(name: str, task: str) -> None:
+    """Raise a ValueError for a task whose rows would differ between ranks, and after a restart."""
+    if task in DRAWS_FROM_GLOBAL_RANDOM:
+        raise ValueError(
+            f"task {name!r}: expected a task whose rows depend on a seed alone, got {task!r}, which draws from "
+            "Python's global random numbers"
+        )
+    if task in DEPEND_ON_HASHES and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
+        raise ValueError(
+            f"task {name!r}: expected a number in the environment variable PYTHONHASHSEED, such as 0, as rows of "
+            f"{task!r} depend on Python's hashes, got {os.environ.get('PYTHONHASHSEED')!r}"
+        )
+
+
 def verifier(score_answer: Callable[..., float], *, exact: bool = False) -> Callable[[str, Row], float]:
     """A reward that has reasoning-gym judge the answer between the last <answer> and </answer>, or else the whole text.
 
-    Thinking, as of the row's `thinking_tags`, does not count. An `<answer>` that is missing in front may be the prompt's.
+    Thinking does not count; it ends with the row's `thinking_tags`. An `<answer>` that is missing in front may be the
+    prompt's.
 
     Args:
         score_answer: (answer, entry of reasoning-gym) -> score from 0 to 1.

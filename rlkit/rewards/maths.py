@@ -75,15 +75,15 @@ def _words(text: str) -> str:
 def final_answer(text: str, end: str = THINKING_TAGS[1]) -> tuple[str, bool] | None:
     r"""The result of a solution, and whether it was in a box.
 
-    Only the text after the last `end`, which ends thinking, counts. The result is the content of the last `\boxed{}` or
-    `\fbox{}`, None if that is not closed. Without a box it is the rest of the line after the last `####`, `answer is` or
-    `answer:`. Without these it is the last line that is not empty.
+    Only the text after the last `end`, which ends thinking, counts. The result is the content of the last `\boxed{}`
+    or `\fbox{}`, None if that is not closed. Without a box it is the rest of the line after the last `####`,
+    `answer is` or `answer:`. Without these it is the last line that is not empty.
     """
     text = text.rpartition(end)[2]
     if boxes := list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text)):
         start = boxes[-1].end()
-        end = _closing(text, start)
-        return None if end is None else (text[start:end].strip(), True)
+        closed = _closing(text, start)
+        return None if closed is None else (text[start:closed].strip(), True)
     marks = list(MARKERS.finditer(text))
     lines = (text[marks[-1].end() :] if marks else text).strip().splitlines()
     if not lines:

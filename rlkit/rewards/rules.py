@@ -122,10 +122,10 @@ def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) 
 def choice_letter(text: str, end: str = THINKING_TAGS[1]) -> str | None:
     r"""The letter, A to J in upper case, that a text chooses; None if there is none.
 
-    Only the text after the last `end`, which ends thinking, counts. Its last `<answer>B</answer>`, `\boxed{B}` (with or
-    without `\text{}` and brackets), `answer is B` or `answer: (B)` decides. Without any of these, the whole text decides
-    if it is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters count in the
-    first forms, not in the last. `a` and `I` before another word are words: `the answer is a triangle`.
+    Only the text after the last `end`, which ends thinking, counts. Its last `<answer>B</answer>`, `\boxed{B}` (with
+    or without `\text{}` and brackets), `answer is B` or `answer: (B)` decides. Without any of these, the whole text
+    decides if it is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters
+    count in the first forms, not in the last. `a` and `I` before another word are words: `the answer is a triangle`.
     """
     text = text.rpartition(end)[2]
     is_word = r"(?-i:[aiI])[ \t]+\w"
@@ -154,26 +154,26 @@ def multiple_choice(text: str, row: Row) -> float | None:
 def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
     """1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
 
-    Numbers are decimal, with an exponent or not; commas between thousands are left out, units are not looked at.
-    relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
+    Numbers are decimal, with an exponent or not; commas between thousands are left out, units are not looked at. The
+    numbers of a fraction such as 1/2 do not count. relative=0.05 is ChartQA's relaxed accuracy
+    (https://arxiv.org/abs/2203.10244, section 5.1).
     """
 
     def reward(text: str, row: Row) -> float | None:
         if row["answer"] is None:
             return None
-        right = _last_number(str(row["answer"]))
-        if right is None:
+        if len(of_row := _numbers(str(row["answer"]))) != 1:
             raise ValueError(f"{row.get('where', 'row')}: answer: expected a number, got {row['answer']!r}")
-        number = _last_number(text)
-        return float(number is not None and abs(number - right) <= max(relative * abs(right), absolute))
+        (right,), numbers = of_row, _numbers(text)
+        return float(bool(numbers) and abs(numbers[-1] - right) <= max(relative * abs(right), absolute))
 
     return reward
 
 
-def _last_number(text: str) -> float | None:
+def _numbers(text: str) -> list[float]:
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
-    numbers = re.findall(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
-    return float(numbers[-1]) if numbers else None
+    number = r"[-+]?(?:\d++\.?\d*+|\.\d++)(?:[eE][-+]?\d++)?+"
+    return [float(found) for found in re.findall(rf"(?<![\w./]){number}(?!/\d)", text)]
 
 
 def squad_normalise(text: str) -> str:
@@ -217,8 +217,8 @@ def _best(compare: Callable[[str], float], row: Row) -> float | None:
 def parse_boxes(text: str, end: str = THINKING_TAGS[1]) -> list[list[float]]:
     """Every `[x1, y1, x2, y2]` or `(x1, y1, x2, y2)` in a text, in order; four numbers and nothing else between.
 
-    Only the text after the last `end`, which ends thinking, counts. A box with a number that is too large for a float is
-    left out.
+    Only the text after the last `end`, which ends thinking, counts. A box with a number that is too large for a float
+    is left out.
     """
     number = r"\s*+([-+]?(?:\d++(?:\.\d*+)?|\.\d++))\s*+"
     matches = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition(end)[2])

@@ -190,7 +190,7 @@ def _observe(
     if last and isinstance(result, Observation):
         return replace(sample, finish_reason="turns")
     try:
-        longer = append_observation(sample, _encode_observation(processor, sample.row, result, role))
+        longer = append_observation(sample, _encode_observation(processor, sample, result, role))
     except Exception as error:  # errors of the tool do not end the run
         failures.add(error, f"{sample_name(sample)}, turn {sample.text[:80]!r}")
         if on_failure is None:
@@ -211,15 +211,21 @@ def _observe(
     return replace(longer, finish_reason="")
 
 
-def _encode_observation(processor: Any, row: Row, result: Any, role: str) -> Sample:
+def _encode_observation(processor: Any, sample: Sample, result: Any, role: str) -> Sample:
     if isinstance(result, Exception):
         raise result
     if not isinstance(result, Observation):
         raise TypeError(f"step: expected an Observation or None, got {type(result).__name__}")
     images = [load_image(image) for image in result.images]
-    reply = message(role, result.text, len(images))
+    row = sample.row
     return encode_observation(
-        processor, row["messages"][:-1], reply, images, thinking_tags=thinking_tags_of(row), **template_options(row)
+        processor,
+        row["messages"][:-1],
+        message(role, result.text, len(images)),
+        images,
+        thinking_tags=thinking_tags_of(row),
+        ended_by=sample.token_ids[-1],
+        **template_options(row),
     )
 
 

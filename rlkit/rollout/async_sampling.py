@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class AsyncSampler:
 
         Raises:
             RuntimeError: `update_weights` was not called after each batch, so no further one may be submitted.
+            TimeoutError: a batch took longer than `timeout`.
         """
         try:
             while True:
@@ -83,7 +84,11 @@ class AsyncSampler:
                         f"AsyncSampler: expected update_weights after each batch, got {self.updates} updates after "
                         f"{self.submitted} batches: samples of a further one would be too old"
                     )
-                yield self.in_flight.popleft().result(self.timeout)
+                samples = self.in_flight.popleft()
+                if not wait([samples], self.timeout).done:
+                    samples.cancel()
+                    raise TimeoutError(f"AsyncSampler: expected a batch within {self.timeout:g} s, got none")
+                yield samples.result()
         finally:
             self.close()
 

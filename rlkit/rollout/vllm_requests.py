@@ -255,6 +255,25 @@ def check_vision_chunks(requests: Sequence[Sample], config: Any) -> None:
         )
 
 
+def check_server_media(request: Sample, processor: Any, config: Any, *, on_cpu: bool) -> None:
+    """Raise a ValueError for images and videos of which a vLLM server would compute other inputs than the trainer.
+
+    Args:
+        processor, config: of the model on the server.
+        on_cpu: whether a server computes on a CPU.
+    """
+    if request.videos and type(processor).__name__ in OMNI_PROCESSORS:
+        raise ValueError(
+            f"{sample_name(request)}: videos: expected none of Qwen-Omni for a vLLM server, which takes no frame "
+            f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
+        )
+    check_videos([request], processor)
+    check_vision_chunks([request], config)
+    check_kimi_videos([request], config)
+    if on_cpu:
+        check_image_attention([request], config)
+
+
 def as_trainer_tokens(token_ids: Sequence[int], processor: Any, of_trainer: Sequence[int] = ()) -> Sequence[int]:
     """The tokens of a prompt that vLLM has expanded, with the placeholders that the trainer has.
 

@@ -46,5 +46,7 @@ def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], process
         urls=cfg.teacher_servers,
         top_k=cfg.teacher_top_k,
         suppressed_token_ids=suppressed_token_ids(config, getattr(processor, "tokenizer", processor)).tolist(),
+        processor=teacher_processor,
+        config=config,
         group=engine.model_parallel_group,
     )

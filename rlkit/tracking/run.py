@@ -286,7 +286,10 @@ class Run:
     def _log_to_trackers(self, values: Mapping[str, Any]) -> None:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
         for tracker in self.trackers:
-            tracker.log(numbers, step=max(self.step, 0))
+            try:
+                tracker.log(numbers, step=max(self.step, 0))
+            except Exception as error:  # the run's own files have the metrics
+                self.print(f"tracker {tracker.name}: metrics could not be logged: {type(error).__name__}: {error}")
 
     def _log_answers_to_trackers(self) -> None:
         """Sends the kept answers to the trackers. One that cannot take them gets no further answers."""

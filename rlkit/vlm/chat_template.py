@@ -241,11 +241,12 @@ def encode_observation(
     tools: Any = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     thinking_tags: tuple[str, str] = THINKING_TAGS,
+    ended_by: int | None = None,
 ) -> Sample:
     """The tokens between one assistant turn and the next: an environment's message, and the start of the next turn.
 
     Only the suffix that the chat template adds is tokenized, so tokens of earlier turns stay as they were sampled. It
-    begins after the end token of the assistant's turn, which the policy has sampled.
+    begins after the end token of the assistant's turn if the policy has sampled that token, else with it.
 
     Args:
         messages: the chat before the assistant's turn. The content of that turn does not matter.
@@ -253,6 +254,7 @@ def encode_observation(
         images: of the reply.
         tools, chat_template_kwargs: as for `render`.
         thinking_tags: what begins and ends thinking.
+        ended_by: the last sampled token of the assistant's turn; by default the template's end token.
 
     Raises:
         ValueError: the template rewrites earlier turns when a message follows (some remove thoughts), so the sampled
@@ -274,6 +276,8 @@ def encode_observation(
     if sample.token_ids[0] not in tokenizer.added_tokens_decoder:
         first = tokenizer.decode(sample.token_ids[:1])
         raise ValueError(f"{template}: expected an end token after the assistant's turn, got {first!r}")
+    if ended_by not in (None, sample.token_ids[0]):
+        return sample
     after_end = {name: getattr(sample, name)[1:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
     return replace(sample, **after_end)
 

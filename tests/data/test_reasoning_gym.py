@@ -1,11 +1,13 @@
 """Tasks of reasoning-gym: its verifiers, its curricula, and held-out rows that are never trained on."""
 
+import os
+import subprocess
 import sys
 
 import pytest
 
 from rlkit.data import load_task, with_prompt
-from rlkit.data.reasoning_gym import verifier
+from rlkit.data.reasoning_gym import DEPEND_ON_HASHES, verifier
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "countdown"])
@@ -93,6 +95,29 @@ def test_a_prefix_may_open_the_answer():
 def test_what_cannot_be_used_is_named(name, message):
     with pytest.raises(ValueError, match=f"^task 'reasoning_gym:{name}': {message}$"):
         load_task(f"reasoning_gym:{name}")
+
+
+def test_tasks_whose_rows_differ_between_processes_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="expected a task whose rows depend on a seed alone, got 'list_functions'"):
+        load_task("reasoning_gym:list_functions")
+    for value in ("", "random"):
+        monkeypatch.setenv("PYTHONHASHSEED", value)
+        with pytest.raises(ValueError, match=f"PYTHONHASHSEED, such as 0, as rows of 'ransom_note' .*, got '{value}'$"):
+            load_task("reasoning_gym:ransom_note")
+
+
+def test_rows_are_the_same_in_processes_with_equal_hashes():
+    code = (
+        "from rlkit.data import load_task\n"
+        f"tasks = [load_task(f'reasoning_gym:{{name}},rows=2,heldout=1') for name in {sorted(DEPEND_ON_HASHES)}]\n"
+        "print([(row['question'], row['answer']) for task in tasks for row in (*task.train, *task.heldout)])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    first, second = (
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    assert first.stdout == second.stdout != ""
 
 
 def test_the_package_is_named_where_it_is_not_installed(monkeypatch):

@@ -1,3 +1,4 @@
+import re
 from itertools import permutations
 
 import numpy as np
@@ -160,7 +161,8 @@ def test_multiple_choice():
         ("none", 42, {}, 0), ("", 0, {}, 0), ("x2", 2, {}, 0), ("10.4", 10, {"relative": 0.05}, 1),
         ("10.6", 10, {"relative": 0.05}, 0), ("0.1", 0, {"relative": 0.05}, 0), ("0.1", 0, {"absolute": 0.1}, 1),
         ("-9.6", -10, {"relative": 0.05}, 1), ("1e999", 5, {"relative": 0.1}, 0), ("$5.00", 5, {}, 1),
-        ("50%", 50, {}, 1), ("7", None, {}, None),
+        ("50%", 50, {}, 1), ("7", None, {}, None), ("1/2", 2, {}, 0), ("1/2", 1, {}, 0), ("12/5", 1, {}, 0),
+        ("-1/2", 2, {}, 0), ("60 km/h", "60 km/h", {}, 1), ("3, not 1/2", 3, {}, 1), ("1e3/2", 1, {}, 0),
     ],
 )  # fmt: skip
 def test_numeric_match(text, answer, tolerance, expected):
@@ -168,8 +170,9 @@ def test_numeric_match(text, answer, tolerance, expected):
 
 
 def test_numeric_match_wants_a_number():
-    with pytest.raises(ValueError, match="row 3: answer: expected a number, got 'many'"):
-        numeric_match()("7", {"answer": "many", "where": "row 3"})
+    for answer in ("many", "1/2", "3 and 4", "5 m^2"):
+        with pytest.raises(ValueError, match=rf"row 3: answer: expected a number, got '{re.escape(answer)}'"):
+            numeric_match()("7", {"answer": answer, "where": "row 3"})
 
 
 def test_squad():

@@ -18,6 +18,7 @@ from rlkit.rewards import (
     judging_problem,
     maths_reward,
     matches,
+    maths_reward,
     multiple_choice,
     part_means,
     reward_stats,

@@ -126,6 +126,28 @@ class Spelled:
         ]
 
 
+@pytest.mark.parametrize("last", ["<|im_end|>", "g", "<|endoftext|>"])
+def test_a_turn_that_another_token_ended_gets_the_end_token_of_the_template(processor, last):
+    class Stops(Spelled):
+        def generate(self, requests, sampling, n=1):
+            return [append_response(r, [5, stop], [-0.5] * 2, text="call", finish_reason="stop") for r in requests]
+
+    stop = processor.tokenizer.convert_tokens_to_ids(last)
+    replies = iter([Observation("result"), None])
+    request = encode_prompt(processor, {"question": "2?", "images": []})
+    (sample,) = run_episodes(
+        Stops(processor), [request], Sampling(8, stop=(stop,)), lambda _: next(replies), processor=processor
+    )
+    after = sample.token_ids[len(request.token_ids) + 1 :]
+    end = processor.tokenizer.eos_token_id
+    assert after[:2] == [stop, end] if stop != end else after[0] == end != after[1]
+    assert processor.tokenizer.decode(after).startswith(
+        last.removesuffix("<|im_end|>") + "<|im_end|>\n<|im_start|>user\nresult<|im_end|>"
+    )
+    assert sum(sample.mask) == 4  # the end token of the template was not sampled
+    check_tracks(sample)
+
+
 def test_never_retokenise(processor):
     sampler = Spelled(processor)
     samples = run_episodes(sampler, ask(processor, 3), Sampling(8), more, processor=processor)

@@ -2,7 +2,9 @@
 
 import sys
 from collections import defaultdict
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,3 +154,11 @@ def test_submit_can_add_rewards_to_the_samples(make):
         assert len(samples) == 2 and rewards.tolist() == [0.5, 0.5]
         sampler.update_weights(iter(WEIGHTS))
     assert rollout.version == 2
+
+
+def test_a_batch_that_takes_too_long_is_named_and_cancelled():
+    future = Future()
+    rollout = SimpleNamespace(submit=lambda requests, sampling, n: future)
+    with pytest.raises(TimeoutError, match=r"^AsyncSampler: expected a batch within 0.05 s, got none$"):
+        next(iter(AsyncSampler(rollout, batches(1), timeout=0.05)))
+    assert future.cancelled()

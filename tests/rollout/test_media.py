@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from standin import VllmStandin
 
 SAMPLING = Sampling(2, seed=(7,))
+PLAIN = SimpleNamespace(architectures=[], model_type="plain")  # a config
 
 
 def prompts(count):
@@ -78,7 +80,7 @@ def test_a_teacher_encodes_an_image_once_for_all_samples(encoded):
     requests = prompts(3)
     samples = [append_response(one, [30 + i], [0.0]) for one in requests for i in range(4)]
     with TeacherStandin() as a:
-        teacher = VllmTeacher(model="tiny", urls=a.url)
+        teacher = VllmTeacher(model="tiny", urls=a.url, processor=object(), config=PLAIN)
         a.bodies.clear()
         a.faults = ["500"]
         teacher.pool.backoff = 0.01
@@ -86,6 +88,25 @@ def test_a_teacher_encodes_an_image_once_for_all_samples(encoded):
         teacher.close()
         assert len(a.bodies) == 13
         check(encoded, requests, a.bodies)
+
+
+def test_a_teacher_refuses_media_that_its_servers_would_compute_differently():
+    request = prompts(2)[0]
+    kimi = SimpleNamespace(architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25")
+    omni = type("Qwen3OmniMoeProcessor", (), {})()
+    watching = prompt_sample([10, 11], videos=[object()], group_id=1)
+    with TeacherStandin() as a:
+        for sample, options, message in (
+            (request, {}, "group 0.*: expected a VllmTeacher with its processor and config for samples with images"),
+            (request, {"processor": object(), "config": kimi}, "expected none for KimiK25ForConditional.*"),
+            (watching, {"processor": omni, "config": PLAIN}, "group 1.*: videos: expected none of Qwen-Omni"),
+        ):
+            teacher = VllmTeacher(model="tiny", urls=a.url, **options)
+            a.bodies.clear()
+            with pytest.raises(ValueError, match=message):
+                teacher.infer_batch([append_response(sample, [30], [0.0])])
+            teacher.close()
+            assert not a.bodies
 
 
 def test_the_first_request_is_sent_before_the_second_image_is_encoded(connect):

@@ -28,6 +28,7 @@ from rlkit.rollout.serve import serving
 from rlkit.rollout.servers.teacher import VllmTeacher
 from rlkit.rollout.servers.token import server_token
 from rlkit.vlm import encode_prompt, encode_prompts, load_model, load_processor, lora, suppressed_token_ids
+from rlkit.vlm.loading import load_config
 
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("engines", "recipes")]
 import helpers  # noqa: E402
@@ -132,7 +133,8 @@ def test_a_teacher_on_servers_is_the_teacher_in_this_process(tiny_dir, processor
     rollout = connected(tiny_dir, processor, servers)
     samples = rollout.generate(prompts, SAMPLING, n=2)
     rollout.close()
-    teacher = VllmTeacher(model=tiny_dir, urls=list(servers), top_k=8)
+    config = load_config(tiny_dir)
+    teacher = VllmTeacher(model=tiny_dir, urls=list(servers), top_k=8, processor=processor, config=config)
     engine, batch = make_engine("fsdp2", model=load_model(tiny_dir)), collate(samples)
     found, expected = teacher.topk_logprobs(samples, 8), engine.topk_logprobs(batch, 8)
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-4, rtol=1e-4)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlkit.data.messages import MEDIA
 from rlkit.data.samples import Sample
 from rlkit.losses.logprobs import TopkLogprobs
 from rlkit.rollout.inference_requests import check_prompt_expansion
@@ -28,6 +29,8 @@ from rlkit.rollout.servers.media import MediaEncoder, Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
 from rlkit.rollout.servers.rollout import version_number
 from rlkit.rollout.servers.shared_load import store_of_ranks
+from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
+from rlkit.rollout.vllm_requests import as_trainer_tokens, check_server_media
 
 START_HINT = "Start servers with: python -m rlkit.rollout.serve --model TEACHER --port PORT --max-logprobs K"
 IMPOSSIBLE = -9999.0  # what vLLM writes instead of -inf
@@ -45,6 +48,7 @@ class VllmTeacher:
         top_k: the largest k of `topk_logprobs`; the servers need `--max-logprobs` of at least that.
         suppressed_token_ids: token ids to which the student gives probability 0. The teacher's probabilities are
             divided among the other tokens, as far as its answer names the suppressed ones.
+        processor, config: of the teacher; only samples without images, videos and audios do without them.
         group: ranks that are given the same samples. Each asks about some, and gets the scores of all.
         max_sequences: limit of concurrent requests per server.
         timeout: seconds to wait for a response.
@@ -62,12 +66,15 @@ class VllmTeacher:
         urls: str | Sequence[str],
         top_k: int = 0,
         suppressed_token_ids: Sequence[int] = (),
+        processor: Any = None,
+        config: Any = None,
         group: dist.ProcessGroup | None = None,
         max_sequences: int = 256,
         timeout: float = 1800.0,
         connect_timeout: float = 60.0,
     ) -> None:
         self.model, self.group, self.suppressed = model, group, frozenset(suppressed_token_ids)
+        self.processor, self.config = processor, config
         self.pool = ServerPool(
             urls,
             max_sequences=max_sequences,
@@ -107,7 +114,8 @@ class VllmTeacher:
         """The scores of each sample; ranks of the group share the work.
 
         Raises:
-            ValueError: a sample is too long for the servers, or they expand its images to other tokens.
+            ValueError: a sample is too long for the servers, they compute other inputs of its images or videos than the
+                trainer, or they expand them to other tokens.
             RuntimeError: no server is available, or all attempts failed.
         """
         for sample in samples:
@@ -116,6 +124,8 @@ class VllmTeacher:
                     f"{sample_name(sample)}: expected fewer than {self.max_model_len} tokens, the context of the "
                     f"teacher's servers, got {len(sample.token_ids)}; start them with a larger --max-model-len"
                 )
+            if media := [f"{kind}s" for kind in MEDIA if getattr(sample, f"{kind}s")]:
+                self._check_media(sample, media)
         rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         own_scores = self.pool.run(self._score(samples[rank::ranks], k))
         if self.group is None:
@@ -123,6 +133,15 @@ class VllmTeacher:
         of_ranks: list[Any] = [None] * ranks
         dist.all_gather_object(of_ranks, own_scores, group=self.group)
         return [of_ranks[i % ranks][i // ranks] for i in range(len(samples))]
+
+    def _check_media(self, sample: Sample, media: Sequence[str]) -> None:
+        if self.processor is None or self.config is None:
+            raise ValueError(
+                f"{sample_name(sample)}: expected a VllmTeacher with its processor and config for samples with "
+                f"{' and '.join(media)}, got none"
+            )
+        on_cpu = any(server.device == "cpu" for server in self.pool.servers)
+        check_server_media(sample, self.processor, self.config, on_cpu=on_cpu)
 
     async def _score(self, samples: Sequence[Sample], k: int) -> list[Scores]:
         media = MediaEncoder(samples)
@@ -142,7 +161,7 @@ class VllmTeacher:
             response = await self.pool.request(server, "POST", "/inference/v1/generate", body)
         except RequestRejected as error:
             raise ValueError(f"{sample_name(sample)}: {error}") from error
-        check_prompt_expansion(sample, response["prompt_token_ids"])
+        check_prompt_expansion(sample, as_trainer_tokens(response["prompt_token_ids"], self.processor))
         positions = zip(sample.token_ids, sample.mask, response["prompt_logprobs"], strict=True)
         return [_token_scores(token, entries, k) for token, is_response, entries in positions if is_response]
 
@@ -166,6 +185,10 @@ class VllmTeacher:
             raise ValueError(f"{server.url}: expected the teacher's own weights, got those of a trainer")
         if not response.get("prompt_logprobs"):
             raise ValueError(f"{server.url}: expected prompt_logprobs, got none. {START_HINT}")
+        try:
+            server.device = (await request(server, "GET", WEIGHT_DTYPE_ROUTE))["device"]
+        except RequestRejected:
+            pass  # it was not started by rlkit.rollout.serve
         return card["max_model_len"]
 
     def close(self) -> None:

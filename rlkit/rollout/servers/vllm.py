@@ -33,7 +33,7 @@ from rlkit.data.messages import MEDIA
 from rlkit.data.samples import Sample
 from rlkit.rollout.adapters import ADAPTER_CHECK_ROUTE, ADAPTER_NAME, ADAPTER_ROUTE, serialize_adapter
 from rlkit.rollout.inference_requests import check_prompt_expansion
-from rlkit.rollout.sampling import Sampling, sample_name, with_routed_experts
+from rlkit.rollout.sampling import Sampling, with_routed_experts
 from rlkit.rollout.servers.media import Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailable
 from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, version_number
@@ -43,14 +43,10 @@ from rlkit.rollout.vllm import SUPPORTED_RANGE, is_supported
 from rlkit.rollout.vllm_families import NEED_OWN_MODEL, check_weight_updates_work
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
-    check_image_attention,
-    check_kimi_videos,
+    check_server_media,
     check_suppressed_token_ids,
-    check_videos,
-    check_vision_chunks,
     vllm_sampling_params,
 )
-from rlkit.vlm.processors import OMNI_PROCESSORS
 
 START_WITH_ADAPTERS = "python -m rlkit.rollout.serve --model MODEL --enable-lora --max-lora-rank RANK"
 
@@ -72,16 +68,8 @@ class VllmServerRollout(ServerRollout):
         body = {"token_ids": request.compact_ids, "sampling_params": params, "return_token_ids": True, "stream": False}
         if self.adapter:
             body["model"] = self.adapter
-        if request.videos and type(self.processor).__name__ in OMNI_PROCESSORS:
-            raise ValueError(
-                f"{sample_name(request)}: videos: expected none of Qwen-Omni for a vLLM server, which takes no frame "
-                f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
-            )
-        check_videos([request], self.processor)
-        check_vision_chunks([request], self.config)
-        check_kimi_videos([request], self.config)
-        if any(server.device == "cpu" for server in self.pool.servers):
-            check_image_attention([request], self.config)
+        on_cpu = any(server.device == "cpu" for server in self.pool.servers)
+        check_server_media(request, self.processor, self.config, on_cpu=on_cpu)
         return body
 
     def _media_body(self, parts: Sequence[Part]) -> dict[str, Any]:
