@@ -62,6 +62,7 @@ def intervals(found: Mapping[str, Any], rows: Any, when: str = "") -> dict[str, 
     """
     made = {}
     for name, mean in found.items():
+        error: Any
         error, counted = (found.get(f"{name.removesuffix(when)}{suffix}{when}") for suffix in MEAN_SUFFIXES)
         count: Any = next((x for x in (counted, rows) if _is_finite(x)), 1)
         if name.endswith(when) and _is_finite(mean) and _is_finite(error):

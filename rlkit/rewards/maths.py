@@ -72,14 +72,14 @@ def _words(text: str) -> str:
     return " ".join((inner[1] if inner else text).lower().split())
 
 
-def final_answer(text: str, end: str = THINKING_TAGS[1]) -> tuple[str, bool] | None:
+def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> tuple[str, bool] | None:
     r"""The result of a solution, and whether it was in a box.
 
-    Only the text after the last `end`, which ends thinking, counts. The result is the content of the last `\boxed{}`
+    Only the text after the last `closing_tag` counts. The result is the content of the last `\boxed{}`
     or `\fbox{}`, None if that is not closed. Without a box it is the rest of the line after the last `####`,
     `answer is` or `answer:`. Without these it is the last line that is not empty.
     """
-    text = text.rpartition(end)[2]
+    text = text.rpartition(closing_tag)[2]
     if boxes := list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text)):
         start = boxes[-1].end()
         closed = _closing(text, start)

@@ -78,12 +78,12 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def extract_program(text: str, end: str = THINKING_TAGS[1]) -> str:
+def extract_program(text: str, closing_tag: str = THINKING_TAGS[1]) -> str:
     """The last complete fenced block marked python or py; else the last one without a mark; else the whole text.
 
-    Text before the last `end`, which ends thinking, is ignored.
+    Only the text after the last `closing_tag` counts.
     """
-    text = text.rpartition(end)[2]
+    text = text.rpartition(closing_tag)[2]
     blocks = re.findall(r"^```[ \t]*+(\w*+)[^\n]*+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     for marks in (("python", "py", "python3"), ("",)):
         if programs := [code for mark, code in blocks if mark.lower() in marks]:

@@ -119,15 +119,15 @@ def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) 
 # --- the answer
 
 
-def choice_letter(text: str, end: str = THINKING_TAGS[1]) -> str | None:
+def choice_letter(text: str, closing_tag: str = THINKING_TAGS[1]) -> str | None:
     r"""The letter, A to J in upper case, that a text chooses; None if there is none.
 
-    Only the text after the last `end`, which ends thinking, counts. Its last `<answer>B</answer>`, `\boxed{B}` (with
+    Only the text after the last `closing_tag` counts. Its last `<answer>B</answer>`, `\boxed{B}` (with
     or without `\text{}` and brackets), `answer is B` or `answer: (B)` decides. Without any of these, the whole text
     decides if it is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters
     count in the first forms, not in the last. `a` and `I` before another word are words: `the answer is a triangle`.
     """
-    text = text.rpartition(end)[2]
+    text = text.rpartition(closing_tag)[2]
     is_word = r"(?-i:[aiI])[ \t]+\w"
     letter = rf"[\s*(\[{{]*+(?:\\(?:text|textbf|mathrm|mathbf)\{{)?[\s(]*+(?!{is_word})([A-J])(?![\w'])"
     marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|:)(?:\*\*)?:?{letter}"
@@ -214,14 +214,14 @@ def _best(compare: Callable[[str], float], row: Row) -> float | None:
 # --- boxes
 
 
-def parse_boxes(text: str, end: str = THINKING_TAGS[1]) -> list[list[float]]:
+def parse_boxes(text: str, closing_tag: str = THINKING_TAGS[1]) -> list[list[float]]:
     """Every `[x1, y1, x2, y2]` or `(x1, y1, x2, y2)` in a text, in order; four numbers and nothing else between.
 
-    Only the text after the last `end`, which ends thinking, counts. A box with a number that is too large for a float
+    Only the text after the last `closing_tag` counts. A box with a number that is too large for a float
     is left out.
     """
     number = r"\s*+([-+]?(?:\d++(?:\.\d*+)?|\.\d++))\s*+"
-    matches = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition(end)[2])
+    matches = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition(closing_tag)[2])
     boxes = ([float(x) for x in match] for match in matches)
     return [box for box in boxes if all(map(math.isfinite, box))]
 

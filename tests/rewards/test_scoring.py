@@ -16,7 +16,6 @@ from rlkit.rewards import (
     exact_match,
     judged,
     judging_problem,
-    maths_reward,
     matches,
     maths_reward,
     multiple_choice,
