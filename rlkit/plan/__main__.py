@@ -18,6 +18,7 @@ from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.report import describe, host_memory, samples_on_servers, summary
 from rlkit.plan.sampler import Servers, server_memory
+from rlkit.plan.weights import least_memory
 from rlkit.plan.workload import with_limited_rows
 from rlkit.runs.options import check_engine_options, check_quantize_base, check_sync_adapters
 from rlkit.runs.start import one_sentence_errors
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="where no option limits the length of rows, assume rows that fill a micro-batch, not the model's context",
     )
+    parser.add_argument(
+        "--weights_only", action="store_true", help="count weights, gradients and optimizer state alone; seconds"
+    )
     parser.add_argument("--json", action="store_true", help="print the memory of each phase as one line of JSON")
     parser.add_argument("--no_advice", action="store_true", help="do not search for options that make the run fit")
     options, rest = parser.parse_known_args(arguments)
@@ -72,8 +76,13 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     check_sync_adapters(cfg)
     check_quantize_base(cfg)
     check_engine_options(cfg)
-    check_can_be_planned(cfg)
+    if not options.weights_only:
+        check_can_be_planned(cfg)
     roles = recipe_roles(module, cfg)
+    if options.weights_only:
+        least = least_memory(cfg, roles, options.nproc, gpu)
+        print(json.dumps(least) if options.json else least["verdict"])
+        return least["fits"]
     if options.fill_micro_batch:
         cfg = with_limited_rows(cfg, roles.policy or roles.critic)
     if options.server_gpus and not samples_on_servers(cfg):

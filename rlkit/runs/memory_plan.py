@@ -60,6 +60,7 @@ def _phases_or_refusal(cfg: Any, out: Path, seconds: float, rows: Sequence[Row])
         plan = _plan(cfg, out, seconds, rows)
     except _NotPlannedError as error:
         print(f"memory is not planned: {error}", flush=True)
+        _check_weights(cfg, seconds)
         return {}
     if not plan["fits"]:
         raise ValueError(
@@ -68,6 +69,27 @@ def _phases_or_refusal(cfg: Any, out: Path, seconds: float, rows: Sequence[Row])
         )
     print(f"memory: {plan['verdict']}, with {plan['rows']}", flush=True)
     return _by_phase_of_run(plan["phases"], with_vllm=getattr(cfg, "rollout", "") == "vllm")
+
+
+def _check_weights(cfg: Any, seconds: float) -> None:
+    """Refuse a run whose step could not be planned, if weights, gradients and optimizer state alone do not fit."""
+    try:
+        arguments = [*_arguments(cfg), "--weights_only"]
+        least = _planned_by_command(_recipe(cfg), arguments, _json(_options(cfg)), seconds)
+    except (_NotPlannedError, OSError):  # this model or engine is none of which the least is known
+        return
+    if not least["fits"]:
+        raise ValueError(f"the run {least['verdict']}; --plan_seconds 0 starts the run all the same")
+    print(f"memory: {least['verdict']}", flush=True)
+
+
+def _options(cfg: Any) -> dict[str, Any]:
+    return {name: x for name, x in asdict(cfg).items() if name not in OF_ONE_RUN}
+
+
+def _json(value: Any) -> Any:
+    """As it is when it has been written and read."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, with_vllm: bool) -> dict[str, float]:
@@ -95,9 +117,8 @@ def _have_images(rows: Sequence[Row]) -> bool:
         return True
 
 
-def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str, Any]:
-    """What `python -m rlkit.plan RECIPE --json` prints, or the plan of an earlier start with the same options."""
-    options = {name: x for name, x in asdict(cfg).items() if name not in OF_ONE_RUN}
+def _arguments(cfg: Any) -> list[str]:
+    """What the command is told of this run's ranks, GPU and machine."""
     gpu, machine = torch.cuda.get_device_properties(torch.cuda.current_device()), os.environ.get("LOCAL_WORLD_SIZE")
     world = dist.get_world_size() if dist.is_initialized() else 1
     arguments = ["--nproc", str(world), "--gpus_per_node", machine or str(world)]
@@ -105,9 +126,15 @@ def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str,
     arguments += ["--gpu", gpu.name, "--gpu_memory", str((1 - share) * gpu.total_memory / 2**30)]
     if hasattr(os, "sysconf"):  # not on Windows
         arguments += ["--host_memory", str(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)]
+    return arguments
+
+
+def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str, Any]:
+    """What `python -m rlkit.plan RECIPE --json` prints, or the plan of an earlier start with the same options."""
+    arguments = _arguments(cfg)
     if not _have_images(rows):
         arguments += ["--image_tokens", "0"]
-    request = json.loads(json.dumps({"arguments": arguments, "options": options}, default=str))
+    request = _json({"arguments": arguments, "options": _options(cfg)})
     recipe = _recipe(cfg)
     made_of = _made_of(recipe, cfg.model)
     try:

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from rlkit.plan import __main__ as command_line
@@ -12,6 +13,7 @@ from rlkit.plan.fit import make_plan
 from rlkit.plan.hardware import gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
+from rlkit.plan.weights import weight_and_optimizer_bytes
 
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--no_advice"]
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -83,3 +85,35 @@ def test_a_run_that_generates_nothing_sends_no_weights(model, monkeypatch, engin
         monkeypatch.setattr(rehearsal, "_send_weights", lambda *_: phases.append("weight sync"))
         rehearsal._run_phases(cfg, Roles(policy=1), {"policy": 1}, None, SimpleNamespace(bytes={}))
     assert ("weight sync" in phases) == (new_tokens > 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ([], 16),  # weights, gradients and two moments, in float32
+        (["--dtype", "bfloat16"], 8),
+        (["--nproc", "4"], 4),
+        (["--nproc", "4", "--parallel", "fsdp_size", "2"], 8),
+        (["--engine", "fsdp1"], 16),
+        (["--lora_rank", "1", "--target_modules", "nothing|.*0.self_attn.q_proj"], 4),  # frozen, but for 128 numbers
+    ],
+)
+def test_weights_gradients_and_optimizer_alone(model, options, numbers):
+    """Bytes for each parameter on a rank, for a step that cannot be rehearsed."""
+    module = load_recipe("recipes/sft.py")
+    world = int(options[1]) if options[:1] == ["--nproc"] else 1
+    cfg = recipe_options(module, ["--model", str(model), *(options[2:] if world > 1 else options)])
+    roles = recipe_roles(module, cfg)
+    parameters = sum(p.numel() for p in rehearsal.empty(roles.policy, torch.float32).parameters())
+    assert weight_and_optimizer_bytes(cfg, roles, world) == pytest.approx(numbers * parameters, rel=0.02)
+
+
+def test_weights_only_need_no_rehearsal(model, monkeypatch, capsys):
+    monkeypatch.setattr(command_line, "make_plan", lambda *_: pytest.fail("rehearsed"))
+    arguments = ["recipes/sft.py", "--model", str(model), "--engine", "fsdp1", "--gpu", "x", "--weights_only"]
+    for memory, status in (("1", 0), ("0.001", 1)):
+        with pytest.raises(SystemExit) as end:
+            command_line.main([*arguments, "--gpu_memory", memory])
+        assert end.value.code == status
+    alone = "weights, gradients and optimizer state alone take 0.0 GiB, of "
+    assert capsys.readouterr().out == f"{alone}0.9 GiB usable on x\ndoes not fit: {alone}0.0 GiB usable on x\n"

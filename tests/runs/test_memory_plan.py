@@ -132,7 +132,8 @@ def test_a_server_that_the_run_starts_on_its_gpu_has_its_share(model, gpu, tmp_p
     for gpus, servers, expected in ((1, (), 0.6 * 16), (2, (), 16), (1, ("http://a:1",), 16)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         cfg = recipe.Config(model=model, servers=servers)
-        found = arguments_of_a_start(cfg, tmp_path / f"{gpus}{len(servers)}", monkeypatch)
+        (out := tmp_path / f"{gpus}{len(servers)}").mkdir()
+        found = arguments_of_a_start(cfg, out, monkeypatch)
         assert float(found["--gpu_memory"]) == pytest.approx(expected)
 
 
@@ -161,10 +162,31 @@ def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
         ({"plan_seconds": 0.01}, "it took more than 0.01 seconds (--plan_seconds)"),
     ],
 )
-def test_a_plan_that_fails_is_one_line(recipe, model, gpu, tmp_path, capsys, changed, reason):
+def test_a_plan_that_fails_is_one_line(recipe, model, gpu, tmp_path, capsys, monkeypatch, changed, reason):
+    monkeypatch.setattr(memory_plan, "_check_weights", lambda *_: None)
     assert planned_memory(options(recipe, model, **changed), tmp_path) == {}
     assert capsys.readouterr().out == f"memory is not planned: {reason}\n"
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_weights_that_do_not_fit_are_refused_also_without_a_plan(recipe, model, gpu, tmp_path, capsys, monkeypatch):
+    """A step that cannot be rehearsed, or not in time."""
+    cfg = options(recipe, model, engine="fsdp1")
+    for fits, verdict in ((True, "weights alone take 1 GiB"), (False, "does not fit: weights alone take 9 GiB")):
+
+        def plan(recipe, arguments, options, seconds, fits=fits, verdict=verdict):
+            if "--weights_only" not in arguments:
+                raise memory_plan._NotPlannedError("it took too long")
+            assert options["engine"] == "fsdp1" and "--gpu_memory" in arguments
+            return {"fits": fits, "verdict": verdict}
+
+        monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
+        if fits:
+            assert planned_memory(cfg, tmp_path) == {}
+            assert capsys.readouterr().out == f"memory is not planned: it took too long\nmemory: {verdict}\n"
+        else:
+            with pytest.raises(ValueError, match=f"^the run {verdict}; --plan_seconds 0 starts the run all the same$"):
+                planned_memory(cfg, tmp_path)
 
 
 def test_a_changed_recipe_model_or_version_is_planned_again(model, gpu, tmp_path, monkeypatch):
