@@ -88,7 +88,12 @@ def convert_gguf(file: Path, directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model_class: Any = AutoModelForCausalLM
         read, info = model_class.from_pretrained(**source, **options, output_loading_info=True)
-    except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
+    except NotImplementedError as error:
+        raise ValueError(
+            f"model {str(file)!r}: expected a quantization that is read, such as Q8_0, Q6_K or Q4_K_M, or the model's "
+            f"safetensors, got: {error}"
+        ) from error
+    except (OSError, ValueError, KeyError, IndexError) as error:
         raise ValueError(f"model {str(file)!r}: expected a GGUF file that transformers reads, got: {error}") from error
     if missing := ", ".join(sorted(info["missing_keys"])):
         raise ValueError(f"model {str(file)!r}: expected a GGUF file with every weight, got one without {missing}")

@@ -124,6 +124,20 @@ def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").glob("*/config.json"))
 
 
+def test_a_quantization_that_is_not_read_says_what_to_use(tmp_path, monkeypatch):
+    kind = gguf.GGMLQuantizationType.Q8_1
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    with monkeypatch.context() as only_to_write:  # gguf itself cannot quantize to it
+        only_to_write.setattr(
+            gguf, "quantize", lambda x, _: np.zeros((*x.shape[:-1], x.shape[-1] // block * size), "uint8")
+        )
+        only_to_write.setattr(gguf, "dequantize", lambda x, _: x)
+        write_gguf(tmp_path / "llama.gguf", quantized=kind)
+    expected = "a quantization that is read, such as Q8_0, Q6_K or Q4_K_M, or the model's safetensors, got: .*Q8_1"
+    with pytest.raises(ValueError, match=rf"^model '.*llama.gguf': expected {expected}"):
+        load_model(str(tmp_path / "llama.gguf"))
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     write_gguf(tmp_path / "llama.gguf")
     (tmp_path / "file").touch()
