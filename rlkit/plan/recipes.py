@@ -54,9 +54,11 @@ def recipe_options(module: Any, arguments: Sequence[str]) -> Any:
 
 
 def _model_config(cfg: Any) -> Any:
-    """The configuration of the policy, with `--model_config`; it may not say that weights are quantized."""
-    if not cfg.model_config and not is_config_file(cfg.model):
-        return _trainable_config(cfg.model, cfg)
+    """The configuration of the policy, with `--model_config`; the weights of a directory may not be quantized."""
+    if not is_config_file(cfg.model):
+        trainable = _trainable_config(cfg.model, cfg)
+        if not cfg.model_config:
+            return trainable
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(changed_config(cfg.model, cfg.model_config)))
         config = load_config(folder, trust_remote_code=cfg.trust_remote_code)

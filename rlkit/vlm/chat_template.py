@@ -70,7 +70,7 @@ def render(
         raise ValueError(_no_template(processor))
     shaped = [{**one, "content": _as_parts(one) if has_vision else _as_text(one)} for one in messages]
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
-    check_template_options(processor, chat_template_kwargs or {})
+    check_template_options(processor, chat_template_kwargs or {}, with_tools=bool(tools))
     if tools:
         _check_template_shows_tools(processor)
     with _template_errors():
@@ -79,23 +79,18 @@ def render(
         )
 
 
-def check_template_options(processor: Any, options: Mapping[str, Any]) -> None:
+def check_template_options(processor: Any, options: Mapping[str, Any], *, with_tools: bool = False) -> None:
     """Raise a ValueError for options that the chat template does not read: it would ignore them without a word."""
-    known = _options_of_template(processor) if options else None
-    for name in options if known is not None else ():
-        if not known:
-            raise ValueError(
-                f"chat_template_kwargs: expected none, as the model's chat template has no options, got {name!r}"
-            )
-        if name not in known:
-            raise ValueError(
-                f"chat_template_kwargs: expected options of the model's chat template ({', '.join(sorted(known))}), "
-                f"got {name!r}"
-            )
+    known = _options_of_template(processor, with_tools=with_tools) if options else None
+    if known is not None and (wrong := [name for name in options if name not in known]):
+        names = ", ".join(sorted(known)) or "none"
+        raise ValueError(
+            f"chat_template_kwargs: expected options of the model's chat template ({names}), got {wrong[0]!r}"
+        )
 
 
 def _check_template_shows_tools(processor: Any) -> None:
-    known = _options_of_template(processor)
+    known = _options_of_template(processor, with_tools=True)
     if known is not None and "tools" not in known:
         tokenizer = getattr(processor, "tokenizer", processor)
         raise ValueError(
@@ -104,15 +99,19 @@ def _check_template_shows_tools(processor: Any) -> None:
         )
 
 
-def _options_of_template(processor: Any) -> frozenset[str] | None:
-    """Names that the chat template reads and that rlkit does not set, or None for a processor without a template.
+def _options_of_template(processor: Any, *, with_tools: bool) -> frozenset[str] | None:
+    """Names that the chat template reads and that neither rlkit nor transformers sets; None without a template.
 
-    Of several templates with names of their own, the names in all of them.
+    Of several templates, transformers renders "tool_use" for a tokenizer with tools, and otherwise "default".
     """
-    template = getattr(processor, "chat_template", None) or {}
-    texts = [template] if isinstance(template, str) else [*template.values()]
+    template, tokenizer = getattr(processor, "chat_template", None), getattr(processor, "tokenizer", processor)
+    if isinstance(template, Mapping):
+        tool_template = template.get("tool_use") if with_tools and tokenizer is processor else None
+        template = tool_template or template.get("default")
+    if not template:
+        return None
     with _template_errors():
-        return frozenset().union(*map(_template_variables, texts)) - SET_BY_RENDER if texts else None
+        return _template_variables(template) - SET_BY_RENDER - tokenizer.special_tokens_map.keys()
 
 
 @cache

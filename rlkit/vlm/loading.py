@@ -234,7 +234,7 @@ def read_pretrained(path: str, config: Any, **options: Any) -> tuple[Any, dict[s
 
 
 def _check_sizes(path: str, config: Any, **options: Any) -> None:
-    """Refuse a configuration for many more weights than a directory holds, before memory is taken for them.
+    """Refuse an encoder, or a configuration for many more weights than a directory holds, before memory is taken.
 
     Args:
         options: of `from_config`; others are left out.
@@ -261,7 +261,9 @@ def _check_causal(path: str, config: Any) -> None:
     if has_vision(config) or kind not in CONFIG_MAPPING:  # code of the model's repository may have a language model
         return
     if not known or is_encoder or getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"model {path!r}: expected a causal language model, got {kind}, of which none is known")
+        raise ValueError(
+            f"model {path!r}: expected a causal language model, got a model of the family {kind}, which has none"
+        )
 
 
 def _auto_class(config: Any) -> Any:

@@ -258,7 +258,7 @@ def test_options_of_the_template_reach_prompts_answers_and_replies(tiny_dir):
 
 def test_an_option_that_the_template_does_not_have_is_named(processor):
     row = {"question": "2?", "images": [], "where": "row 7", "chat_template_kwargs": {"enable_thinking": False}}
-    message = "^row 7: chat_template_kwargs: expected none, as the model's chat template has no options, got 'enable_"
+    message = "^row 7: chat_template_kwargs: expected options of the model's chat template \\(none\\), got 'enable_"
     with pytest.raises(ValueError, match=message):
         encode_prompt(processor, row)
 
@@ -267,13 +267,13 @@ OPTIONS = (  # a loop's variable, an assigned one, a key, an attribute, a word o
     "{# budget #}{% set system = 'a system line' %}{% if not date is defined %}{% set date = strftime_now('%Y') %}"
     "{% endif %}{{ system ~ date }}{% for message in messages %}{% generation %}{{ message['role'] ~ message.content }}"
     "{% endgeneration %}{% if loop.last %}{% break %}{% endif %}{% endfor %}"
-    "{{ raise_exception('no') if strict else '' }}{{ 'A:' if add_generation_prompt }}"
+    "{{ raise_exception('no') if strict else '' }}{{ eos_token if strict }}{{ 'A:' if add_generation_prompt }}"
 )
 
 
 @pytest.mark.parametrize(
     "name", ["system", "message", "role", "content", "line", "budget", "loop", "strftime_now", "raise_exception",
-             "messages", "add_generation_prompt"],
+             "messages", "eos_token", "add_generation_prompt"],
 )  # fmt: skip
 def test_a_word_of_the_template_is_no_option(tiny_dir, name):
     tokenizer = load_processor(tiny_dir).tokenizer
@@ -299,6 +299,9 @@ def test_tools_are_refused_where_the_template_does_not_show_them(processor, tiny
     tokenizer = load_processor(tiny_dir).tokenizer
     tokenizer.chat_template = {"default": THINKS, "tool_use": TOOL_TEMPLATE}
     assert tokenizer.decode(encode_prompt(tokenizer, row).token_ids).startswith("TOOLS add")
+    tokenizer.chat_template = {"default": THINKS, "rag": TOOL_TEMPLATE}  # transformers renders the first
+    with pytest.raises(ValueError, match="^row 4: tools: expected a chat template that shows them"):
+        encode_prompt(tokenizer, row)
 
 
 def test_a_template_that_cannot_be_parsed_is_an_error_at_the_start_too(tiny_dir):
@@ -314,7 +317,7 @@ def test_several_templates_by_name_and_none(tiny_dir):
     tokenizer.chat_template = {"default": THINKS, "rag": "{{ documents }}"}
     row = {"question": "2?", "chat_template_kwargs": {"enable_thinking": False}}
     assert tokenizer.decode(encode_prompt(tokenizer, row).token_ids).endswith("</think>\n\n")
-    with pytest.raises(ValueError, match=r"template \(documents, enable_thinking\), got 'thinking_budget'"):
+    with pytest.raises(ValueError, match=r"template \(enable_thinking\), got 'thinking_budget'"):
         encode_prompt(tokenizer, {"question": "2?", "chat_template_kwargs": {"thinking_budget": 5}})
     processor.chat_template = None
     with pytest.raises(
