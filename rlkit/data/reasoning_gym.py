@@ -108,8 +108,8 @@ def _check_rows_are_reproducible(name: str, task: str) -> None:
 def verifier(score_answer: Callable[..., float], *, exact: bool = False) -> Callable[[str, Row], float]:
     """A reward that has reasoning-gym judge the answer between the last <answer> and </answer>, or else the whole text.
 
-    Thinking does not count; it ends with the row's `thinking_tags`. An `<answer>` that is missing in front may be the
-    prompt's.
+    Only the text after the last closing tag of the row's `thinking_tags` counts. An `<answer>` that is missing in front
+    may be the prompt's.
 
     Args:
         score_answer: (answer, entry of reasoning-gym) -> score from 0 to 1.

@@ -164,7 +164,7 @@ def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
         if trains and attempt.host_fits and (servers or attempt.sampler.sequences):
             return f"fits with {changes}"
         least_host = min(least_host, attempt.host_peak)
-        least, enough_memory = min(least, attempt.peak), enough_memory or trains
+        least, enough_memory = min(least, attempt.peak), enough_memory or (trains and attempt.host_fits)
     if plan.host_limit is not None and least_host > plan.host_limit:
         return (
             f"does not fit with any of these options: the least is {least_host / GIB:.1f} GiB of host memory, of "

@@ -236,5 +236,5 @@ def verdict(cfg: Any, plan: Plan) -> str:
     larger = f"raise {option}, at most to {most:g}, or " if most and share and share < most else ""
     return (
         f"does not fit: the sampler's cache has no room for one sequence; {larger}split the sampler with "
-        "--rollout_options tensor_parallel_size"
+        f"--rollout_options tensor_parallel_size{_host(plan)}"
     )

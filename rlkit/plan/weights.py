@@ -6,25 +6,24 @@ from typing import Any
 
 import torch
 
+from rlkit.plan.fit import GIB
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Roles, empty
 from rlkit.runs.models import trained_part
-
-GIB = 2**30
 
 
 def weight_and_optimizer_bytes(cfg: Any, roles: Roles, world: int) -> int:
     """Bytes of weights, gradients and AdamW's two moments on a rank of fsdp1 or fsdp2, sharded over all ranks.
 
-    A reference is not counted: it may be the trained model without its adapters.
+    With `--offload_between_phases` those of policy or critic, whichever has more. A reference is not counted: it may be
+    the trained model without its adapters.
     """
-    total = 0
+    sizes = []
     for config, head in ((roles.policy, False), (roles.critic, True)):
         if config is not None:
             model = trained_part(cfg, empty(config, getattr(torch, cfg.dtype)), head=head)
-            for x in model.parameters():
-                total += x.numel() * x.element_size() * (4 if x.requires_grad else 1)
-    return total // cfg.parallel.get("fsdp_size", world)
+            sizes.append(sum(x.numel() * x.element_size() * (4 if x.requires_grad else 1) for x in model.parameters()))
+    return (max if cfg.offload_between_phases else sum)(sizes) // cfg.parallel.get("fsdp_size", world)
 
 
 def least_memory(cfg: Any, roles: Roles, world: int, gpu: Gpu) -> dict[str, Any]:

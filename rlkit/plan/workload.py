@@ -114,8 +114,9 @@ def longest_batch(
 def with_limited_rows(cfg: Any, config: Any) -> Any:
     """The options, with rows that fill a micro-batch where rows may otherwise fill the model's context.
 
-    Many shorter rows fill a micro-batch too. A run of real rows thus takes about as much memory. If answers alone fill
-    a micro-batch, a prompt, with its images, has a quarter of its tokens, and such a row is longer than a micro-batch.
+    Many shorter rows fill a micro-batch too. A run of real rows thus takes about as much memory. If answers leave less
+    than a quarter of a micro-batch, a prompt with its images gets a quarter all the same, and such a row is longer than
+    a micro-batch; likewise answers of episodes beside long prompts.
     """
     context, budget = config.get_text_config().max_position_embeddings, cfg.micro_batch_tokens
     tokens = min(context, budget)

@@ -172,7 +172,7 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
 
 def _numbers(text: str) -> list[float]:
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
-    number = r"[-+]?(?:\d++\.?\d*+|\.\d++)(?:[eE][-+]?\d++)?+"
+    number = r"[-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+"
     return [float(found) for found in re.findall(rf"(?<![\w./]){number}(?!/\d)", text)]
 
 

@@ -75,9 +75,9 @@ def family_options(model: str, config: Any) -> dict[str, Any]:
     text = config.get_text_config().model_type
     if overrides := OVERRIDES.get("mistral4" if text == "mistral4" else config.model_type):
         options["hf_overrides"] = overrides
-    if text == "cohere2":
+    if config.model_type == "cohere2" and config.sliding_window:
         # in vLLM a token attends to `sliding_window` tokens before it, in transformers to one less and itself
-        options["hf_overrides"] = {"sliding_window": config.get_text_config().sliding_window - 1}
+        options["hf_overrides"] = {"sliding_window": config.sliding_window - 1}
     if config.model_type == "exaone4_5":
         # vLLM 0.32 takes it for a model whose vision tower normalizes pixels, and has its processor leave that out
         options["mm_device_do_normalize"] = False

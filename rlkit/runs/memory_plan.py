@@ -40,7 +40,8 @@ def planned_memory(cfg: Any, out: Path, rows: Sequence[Row] = ()) -> dict[str, f
     """GiB of each phase on a GPU of the run, as `rlkit.plan` predicts them. All ranks call this together.
 
     Rank 0 plans in a process of its own, for at most `cfg.plan_seconds`, and keeps the plan in `out`, for when the run
-    is resumed. Without a GPU, or for a tiny model, there is no plan. If it fails, rank 0 says so in one line.
+    is resumed. Without a GPU, or for a tiny model, there is no plan. If it fails, rank 0 says so in one line, and only
+    weights, gradients and optimizer state are counted.
 
     Args:
         rows: rows to train on. If there are none, or one of `SEEN_ROWS` of them has images or videos, prompts of a
@@ -64,8 +65,8 @@ def _phases_or_refusal(cfg: Any, out: Path, seconds: float, rows: Sequence[Row])
         return {}
     if not plan["fits"]:
         raise ValueError(
-            f"the run {plan['verdict']}, with {plan['rows']}; `python -m rlkit.plan` names options that take less, and "
-            "--plan_seconds 0 starts the run all the same"
+            f"the run {plan['verdict']}, with {plan['rows']}; `python -m rlkit.plan` with {' '.join(_arguments(cfg))} "
+            "names options that take less, and --plan_seconds 0 starts the run all the same"
         )
     print(f"memory: {plan['verdict']}, with {plan['rows']}", flush=True)
     return _by_phase_of_run(plan["phases"], with_vllm=getattr(cfg, "rollout", "") == "vllm")

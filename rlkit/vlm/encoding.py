@@ -260,14 +260,15 @@ def _check_counts(processor: Any, text: str, tokens: Sequence[int], media: Mappi
         ValueError: names the kind and both numbers.
     """
     feature = feature_id(processor)
-    counts = [(kind, tokens.count(placeholder_id(processor, kind)), len(given)) for kind, given in media.items()]
+    slots = {kind: tokens.count(placeholder_id(processor, kind)) for kind in media}
+    counts = {kind: len(given) for kind, given in media.items()}
     if media["video"] and type(processor).__name__ in FRAMES_AS_IMAGES:
-        counts[1] = ("video", text.count(processor.video_token), len(media["video"]))
+        slots["video"] = text.count(processor.video_token)
     if feature not in (None, placeholder_id(processor, "image")):
-        counts.append(("image feature", tokens.count(feature), 0))
-    for kind, slots, given in counts:
-        if slots != given:
-            raise ValueError(f"{kind}s: expected {slots}, one per placeholder in the prompt, got {given}")
+        slots["image feature"], counts["image feature"] = tokens.count(feature), 0
+    for kind, slot_count in slots.items():
+        if slot_count != counts[kind]:
+            raise ValueError(f"{kind}s: expected {slot_count}, one per placeholder in the prompt, got {counts[kind]}")
 
 
 def audio_arguments(processor: Any, audios: Sequence[Audio]) -> dict[str, Any]:

@@ -110,6 +110,14 @@ def test_weights_gradients_and_optimizer_alone(model, options, numbers):
     assert weight_and_optimizer_bytes(cfg, roles, world) == pytest.approx(numbers * parameters, rel=0.02)
 
 
+def test_a_critic_beside_the_policy_counts_unless_they_are_offloaded_in_turn(model):
+    module, sizes = load_recipe("recipes/ppo.py"), []
+    for options in ([], ["--offload_between_phases"]):
+        cfg = recipe_options(module, ["--model", str(model), *options])
+        sizes.append(weight_and_optimizer_bytes(cfg, recipe_roles(module, cfg), 1))
+    assert sizes[0] > 1.5 * sizes[1]
+
+
 def test_weights_only_need_no_rehearsal(model, monkeypatch, capsys):
     monkeypatch.setattr(command_line, "make_plan", lambda *_: pytest.fail("rehearsed"))
     arguments = ["recipes/sft.py", "--model", str(model), "--engine", "fsdp1", "--gpu", "x", "--weights_only"]

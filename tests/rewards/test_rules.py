@@ -162,7 +162,8 @@ def test_multiple_choice():
         ("10.6", 10, {"relative": 0.05}, 0), ("0.1", 0, {"relative": 0.05}, 0), ("0.1", 0, {"absolute": 0.1}, 1),
         ("-9.6", -10, {"relative": 0.05}, 1), ("1e999", 5, {"relative": 0.1}, 0), ("$5.00", 5, {}, 1),
         ("50%", 50, {}, 1), ("7", None, {}, None), ("1/2", 2, {}, 0), ("1/2", 1, {}, 0), ("12/5", 1, {}, 0),
-        ("-1/2", 2, {}, 0), ("60 km/h", "60 km/h", {}, 1), ("3, not 1/2", 3, {}, 1), ("1e3/2", 1, {}, 0),
+        ("-1/2", 2, {}, 0),
+        ("1.5/2", 1, {}, 0), ("60 km/h", "60 km/h", {}, 1), ("3, not 1/2", 3, {}, 1), ("1e3/2", 1, {}, 0),
     ],
 )  # fmt: skip
 def test_numeric_match(text, answer, tolerance, expected):
@@ -170,7 +171,7 @@ def test_numeric_match(text, answer, tolerance, expected):
 
 
 def test_numeric_match_wants_a_number():
-    for answer in ("many", "1/2", "3 and 4", "5 m^2"):
+    for answer in ("many", "1/2", "1.5/2", "3 and 4", "5 m^2"):
         with pytest.raises(ValueError, match=rf"row 3: answer: expected a number, got '{re.escape(answer)}'"):
             numeric_match()("7", {"answer": answer, "where": "row 3"})
 
