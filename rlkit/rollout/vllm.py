@@ -115,8 +115,7 @@ class VllmRollout:
             options.setdefault("mm_processor_cache_gb", 0)
         if world_size > 1:
             options["distributed_executor_backend"] = "external_launcher"
-        before = _allocated_bytes()
-        self.llm = _start_engine(
+        self.llm, self.allocated_bytes = _start_measured_engine(
             model=model,
             config=config,
             dtype=dtype,
@@ -127,7 +126,6 @@ class VllmRollout:
             enable_sleep_mode=self.on_gpu,
             **options,
         )
-        self.allocated_bytes = _allocated_bytes() - before
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
         self.config = config = thinker_config(self.llm.model_config.hf_config)
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -373,6 +371,13 @@ def import_vllm() -> Any:
 def is_supported(version: str) -> bool:
     """Whether this is a version of vLLM that rlkit is tested with."""
     return SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]
+
+
+def _start_measured_engine(**options: Any) -> tuple[Any, int]:
+    """The engine, and how many bytes of torch's allocations it made."""
+    before = _allocated_bytes()
+    engine = _start_engine(**options)
+    return engine, _allocated_bytes() - before
 
 
 def _allocated_bytes() -> int:
