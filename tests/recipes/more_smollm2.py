@@ -22,7 +22,8 @@ import helpers  # noqa: E402
 import smollm2  # noqa: E402
 from helpers import evaluation, numbers  # noqa: E402
 
-# How far each number moves at least, about half of the least of three seeds in the table. A loss and a divergence fall.
+# How far each number moves at least: about half of the least of three seeds in the table (grpo_vlm has one).
+# A loss and a divergence fall.
 MOVES = {
     "sft": {"heldout_loss": -0.4},
     "dpo": {"heldout_loss": -0.06, "preference_accuracy": 0.5},

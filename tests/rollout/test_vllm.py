@@ -97,7 +97,7 @@ def run(folder, names):
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory):
     """Measurements of all cases, on each rank."""
-    names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, *BFLOAT16, OTHER_CPU, *REFUSED])]
+    names = [*KINDS, "films", "nccl", *(f"family/{name}" for name in [*FAMILIES, *BFLOAT16, OTHER_CPU, *REFUSED])]
     names += [*(f"positions/{name}" for name in POSITIONS), *SPLITS, "two_ranks/recipe", "two_ranks/failed_start"]
     return run(tmp_path_factory.mktemp("vllm"), names)
 
@@ -316,6 +316,12 @@ def test_a_recipe_sends_adapters_alone(by_rank):
         (size,) = {row["weight_sync/bytes"] for row in facts["steps"]}
         assert size < 100_000  # merged weights have 2.9 MB
         assert all(row["grad_norm"] > 0 for row in facts["steps"])
+
+
+def test_a_recipe_trains_on_videos(alone):
+    steps = alone["films"]["steps"]
+    assert [row["step"] for row in steps] == [0, 1] and all(row["grad_norm"] > 0 for row in steps)
+    assert all(row["mismatch/abs_dlogp"] < TOLERANCE and row["skipped_rows"] == 0 for row in steps), steps
 
 
 def test_an_engine_starts_after_one_that_could_not(by_rank):

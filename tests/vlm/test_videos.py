@@ -53,6 +53,40 @@ def film(av, frames=30, rate=10, *, size=(64, 48), container="mp4", codec="mpeg4
     return file.getvalue()
 
 
+@pytest.mark.parametrize("form", ["bytes", "struct", "several", "png frames", "frame structs", "frames and rate"])
+def test_a_column_of_a_parquet_table(av, processor, tmp_path, form):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    data, png = film(av), io.BytesIO()
+    Image.fromarray(FRAMES[0]).save(png, "PNG")
+    (tmp_path / "a.mp4").write_bytes(data)
+    file, path, frame = {"bytes": data, "path": None}, {"bytes": None, "path": "a.mp4"}, png.getvalue()
+    column = {
+        "bytes": [data, data],
+        "struct": [file, path],
+        "several": [[file], [path]],
+        "png frames": [[frame] * 5, [frame] * 3],
+        "frame structs": [[{"bytes": frame, "path": None}] * 3] * 2,
+        "frames and rate": [{"frames": [frame] * 3, "fps": 4.0}] * 2,
+    }[form]
+    name = "videos" if form == "several" else "video"
+    table = pyarrow.table({"question": ["What is this?"] * 2, "answer": ["a", "b"], name: column})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    task = load_task(str(tmp_path / "rows.parquet"))
+    rows = sorted([*task.train, *task.heldout], key=lambda row: row["answer"])
+    videos = [video for row in rows for video in encode_prompt(processor, row).videos]
+    if "frame" in form:
+        assert [len(video.frames) for video in videos] == [
+            len(one["frames"] if "rate" in form else one) for one in column
+        ]
+        assert all(np.array_equal(video.frames[-1], FRAMES[0]) for video in videos)
+        assert {video.fps for video in videos} == {4.0 if "rate" in form else 2.0}
+    else:
+        expected = load_video(data, fps=2.0)
+        assert len(videos) == 2 and all(np.array_equal(video.frames, expected.frames) for video in videos)
+
+
 def test_frames_are_used_as_they_are(tmp_path):
     images = [Image.fromarray(frame) for frame in FRAMES]
     for i, image in enumerate(images):
