@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,8 +65,9 @@ def _phases_or_refusal(cfg: Any, out: Path, seconds: float, rows: Sequence[Row])
         _check_weights(cfg, seconds)
         return {}
     if not plan["fits"]:
+        options = shlex.join(_arguments(cfg))
         raise ValueError(
-            f"the run {plan['verdict']}, with {plan['rows']}; `python -m rlkit.plan` with {' '.join(_arguments(cfg))} "
+            f"the run {plan['verdict']}, with {plan['rows']}; `python -m rlkit.plan` with {options} "
             "names options that take less, and --plan_seconds 0 starts the run all the same"
         )
     print(f"memory: {plan['verdict']}, with {plan['rows']}", flush=True)

@@ -150,7 +150,9 @@ def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
     sentence = str(refused.value)
     assert sentence.startswith("the run does not fit: ") and "GiB of 0.2 GiB usable on NVIDIA" in sentence
     assert "forward and backward" in sentence and "--plan_seconds 0 starts the run all the same" in sentence
-    assert "\n" not in sentence
+    assert (
+        "\n" not in sentence and "`python -m rlkit.plan` with --nproc 1 " in sentence and "--gpu 'NVIDIA " in sentence
+    )
     assert not json.loads((tmp_path / "plan.json").read_text())["plan"]["fits"]
     assert planned_memory(options(recipe, model, plan_seconds=0), tmp_path) == {}
 
