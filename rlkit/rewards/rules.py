@@ -152,11 +152,11 @@ def multiple_choice(text: str, row: Row) -> float | None:
 
 
 def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
-    """1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
+    r"""1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
 
-    Numbers are decimal, with an exponent or not; commas between thousands are left out, units are not looked at. The
-    numbers of a fraction such as 1/2 do not count. relative=0.05 is ChartQA's relaxed accuracy
-    (https://arxiv.org/abs/2203.10244, section 5.1).
+    Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas between
+    thousands are left out, units are not looked at. The numbers of a fraction, 1/2 or \frac{1}{2}, do not count.
+    relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
     """
 
     def reward(text: str, row: Row) -> float | None:
@@ -164,16 +164,18 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
             return None
         if len(of_row := _numbers(str(row["answer"]))) != 1:
             raise ValueError(f"{row.get('where', 'row')}: answer: expected a number, got {row['answer']!r}")
-        (right,), numbers = of_row, _numbers(text)
+        (right,), numbers = of_row, _numbers(text.rpartition(thinking_tags_of(row)[1])[2])
         return float(bool(numbers) and abs(numbers[-1] - right) <= max(relative * abs(right), absolute))
 
     return reward
 
 
 def _numbers(text: str) -> list[float]:
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
     number = r"[-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+"
-    return [float(found) for found in re.findall(rf"(?<![\w./]){number}(?!/\d)", text)]
+    part = r"\s*(?:\d|\{(?:[^{}]|\{[^{}]*\})*\})"  # of \frac: a digit, or braces with braces inside
+    fraction = rf"\\[dtc]?frac{part}{part}|(?<![\w.]){number}(?:\s*/\s*{number})+"
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
+    return [float(found) for found in re.findall(rf"(?<![\w./]){number}", re.sub(fraction, " ", text))]
 
 
 def squad_normalise(text: str) -> str:

@@ -164,10 +164,18 @@ def test_multiple_choice():
         ("50%", 50, {}, 1), ("7", None, {}, None), ("1/2", 2, {}, 0), ("1/2", 1, {}, 0), ("12/5", 1, {}, 0),
         ("-1/2", 2, {}, 0),
         ("1.5/2", 1, {}, 0), ("60 km/h", "60 km/h", {}, 1), ("3, not 1/2", 3, {}, 1), ("1e3/2", 1, {}, 0),
+        ("1 / 2", 2, {}, 0), (r"\frac{1}{2}", 2, {}, 0), (r"\dfrac 12", 2, {}, 0), (r"\frac{\sqrt{3}}{2}", 2, {}, 0),
+        (r"\frac{4}{2} = 2", 2, {}, 1), ("<think>perhaps 42</think> I cannot tell.", 42, {}, 0),
+        ("<think>7</think> 42", 42, {}, 1),
     ],
 )  # fmt: skip
 def test_numeric_match(text, answer, tolerance, expected):
     assert numeric_match(**tolerance)(text, {"answer": answer}) == expected
+
+
+def test_numeric_match_leaves_out_thinking_in_the_tags_of_the_row():
+    row = {"answer": 42, "thinking_tags": ["[THINK]", "[/THINK]"]}
+    assert numeric_match()("[THINK]42[/THINK] none", row) == 0 and numeric_match()("[THINK]7[/THINK] 42", row) == 1
 
 
 def test_numeric_match_wants_a_number():
