@@ -116,7 +116,7 @@ RECIPES = {
         "ppo",
         f"{COMMON} {ADAPTERS} --task addition --heldout 0.008 --max_new_tokens 16 --prompts_per_step 4 --group_size 8 "
         "--lr 5e-4 --critic_lr 5e-4 --mini_batches 1 --steps 16",
-        {"accuracy": "accuracy", "critic/loss": "critic/loss"},
+        {"accuracy": "accuracy", "value/explained_variance": "explained variance"},
     ),
 }
 TABLES = {"reasoning_gym": REASONING_GYM, "reasoning_gym_exact": REASONING_GYM_EXACT, "recipes": RECIPES}

@@ -42,6 +42,7 @@ from rlkit.engines.distributed import reduce_metrics
 from rlkit.losses import (
     clipped_policy_loss,
     clipped_value_loss,
+    explained_variance,
     importance_weights,
     kl_k1,
     kl_k3,
@@ -167,6 +168,7 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
         returns=returns,
         weights=answer_weights(rewards, batch.group_ids, cfg),
     )
+    explained = explained_variance(values, returns, mask, engine.global_sum).item()
     tokens = engine.global_sum(mask.sum()).item()
     measured = {
         "kl": token_mean(kl_k3(old, ref, mask), mask, tokens),
@@ -174,7 +176,8 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
         "value/squared_error": token_mean((values - returns).square(), mask, tokens),
         **mismatch_stats(old, batch.rollout_logprobs, mask, tokens),
     }
-    return reduce_metrics(measured, engine.data_parallel_group)
+    metrics = reduce_metrics(measured, engine.data_parallel_group)
+    return metrics | {"value/explained_variance": explained}
 
 
 def mini_batches(batch, cfg: Config, step: int, engine):

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import LOG_RATIO_LIMIT, divide, masked, masked_log_ratio, masked_ratio, mean_over_tokens
+from rlkit._numerics import (
+    LOG_RATIO_LIMIT,
+    GlobalSum,
+    divide,
+    masked,
+    masked_log_ratio,
+    masked_ratio,
+    mean_over_tokens,
+    one_rank,
+)
 from rlkit.losses.kl import kl_k3
 from rlkit.losses.mismatch import _unbounded_log_ratio
 from rlkit.losses.reductions import sequence_mean, token_mean
@@ -92,6 +101,34 @@ def value_stats(
         "value/mean": token_mean(values, mask, total),
         "value/return": token_mean(returns, mask, total),
     }
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
+    r"""Share of the variance of the returns that the values predict.
+
+    $$1 - \frac{\mathrm{var}(R - v)}{\mathrm{var}(R)}$$
+
+    1: the values are the returns, but for a constant. 0: no better than a constant. Below 0: worse than one. Unlike the
+    critic's loss, it does not grow when returns begin to differ.
+
+    Args:
+        values, returns: [B, T], as in `clipped_value_loss`.
+        global_sum: sums a tensor over all ranks.
+
+    Returns:
+        0-d, float64. nan if all returns are equal.
+    """
+    check.per_token(mask, values=values, returns=returns)
+    values, returns = (masked(x, mask).double() for x in (values, returns))
+    count = global_sum(mask.sum())
+
+    def variance(x: Tensor) -> Tensor:
+        mean = global_sum(x.sum()) / count
+        return global_sum(masked(x - mean, mask).square().sum()) / count
+
+    spread = variance(returns)
+    return torch.where(spread > 0, 1 - variance(returns - values) / spread, math.nan)
 
 
 @torch.no_grad()

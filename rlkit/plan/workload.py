@@ -116,7 +116,7 @@ def with_limited_rows(cfg: Any, config: Any) -> Any:
 
     Many shorter rows fill a micro-batch too. A run of real rows thus takes about as much memory. If answers leave less
     than a quarter of a micro-batch, a prompt with its images gets a quarter all the same, and such a row is longer than
-    a micro-batch; likewise answers of episodes beside long prompts.
+    a micro-batch. The same holds for answers of episodes after long prompts.
     """
     context, budget = config.get_text_config().max_position_embeddings, cfg.micro_batch_tokens
     tokens = min(context, budget)

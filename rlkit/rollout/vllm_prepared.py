@@ -34,7 +34,7 @@ IMAGE_ROWS = frozenset({"LlavaForConditionalGeneration"})  # those of which ever
 TILE_ROWS = frozenset({"SmolVLMForConditionalGeneration"})
 TAKES_PREPARED = PATCH_ROWS | IMAGE_ROWS | TILE_ROWS
 SECONDS = "second_per_grid_ts"  # of videos of Qwen2.5-VL
-MASK, TILES = "pixel_attention_mask", "num_patches"  # of TILE_ROWS; vLLM's name for an image's tiles
+MASK, TILES = "pixel_attention_mask", "num_patches"  # of TILE_ROWS; vLLM's name for the number of tiles of each image
 NAMES = frozenset({"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", SECONDS, MASK})
 
 

@@ -96,8 +96,8 @@ class RewardOptions:
     reward_memory: float = 4.0
     """With --isolate_reward: limit of a worker's address space in GiB, in addition to what its imports take."""
     split_thinking: bool = False
-    """Rewards get only the text after the thinking, which ends with </think> or as --thinking_tags say. If it is not
-    finished, they get an empty answer."""
+    """Rewards get only the text after the thinking, which ends with </think>, or the closing tag of --thinking_tags.
+    If the thinking is not finished, they get an empty answer."""
     thinking_tags: tuple[str, ...] = ()
     """What begins and ends thinking in the model's answers, as in --thinking_tags "[THINK]" "[/THINK]". By default
     <think> and </think>. Special tokens among them are kept in the text of answers."""

@@ -256,14 +256,16 @@ def _check_causal(path: str, config: Any) -> None:
     """Raise a ValueError for an encoder, an encoder-decoder, or a family without a language model."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind, known = config.model_type, type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = config.model_type
     is_encoder = getattr(config, "is_decoder", True) is False and kind not in DECODERS_BY_DESIGN
     if has_vision(config) or kind not in CONFIG_MAPPING:  # code of the model's repository may have a language model
         return
-    if not known or is_encoder or getattr(config, "is_encoder_decoder", False):
+    if is_encoder or getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"model {path!r}: expected a causal language model, got a model of the family {kind}, which has none"
+            f"model {path!r}: expected a causal language model, got an encoder or encoder-decoder of the family {kind}"
         )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"model {path!r}: expected a causal language model, got the family {kind}, which has none")
 
 
 def _auto_class(config: Any) -> Any:

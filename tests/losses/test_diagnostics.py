@@ -1,4 +1,4 @@
-"""ratio_stats, value_stats, mismatch_stats, sequence_mismatch_stats, effective_sample_size."""
+"""ratio_stats, value_stats, explained_variance, mismatch_stats, sequence_mismatch_stats, effective_sample_size."""
 
 import math
 
@@ -11,6 +11,7 @@ from rlkit.losses import (
     clipped_policy_loss,
     clipped_value_loss,
     effective_sample_size,
+    explained_variance,
     geometric_importance_weights,
     mismatch_stats,
     ratio_stats,
@@ -42,6 +43,21 @@ def test_value_stats_golden():
     expected = {"clip_fraction": 1 / 3, "squared_error": (1 + 9 + 9) / 3, "mean": 1.0, "return": 10 / 3}
     assert found == pytest.approx({f"value/{key}": x for key, x in expected.items()})
     assert numbers(value_stats(values, old, returns, mask, math.inf))["value/clip_fraction"] == 0
+
+
+def test_explained_variance_golden():
+    """Returns 1, 2, 3, 6 have variance 3.5; the errors 0, 0, 0, 2 of these values have 0.75."""
+    returns, values = torch.tensor([[1.0, 2.0, 3.0, 6.0, math.nan]]), torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0]])
+    mask = torch.tensor([[True, True, True, True, False]])
+    assert explained_variance(values, returns, mask).item() == pytest.approx(1 - 0.75 / 3.5)
+    assert explained_variance(returns + 5, returns, mask).item() == 1
+    assert explained_variance(torch.ones_like(returns), returns, mask).item() == 0
+    assert math.isnan(explained_variance(values, torch.ones_like(returns), mask).item())
+    assert math.isnan(explained_variance(values, returns, mask & False).item())
+    # another rank with the returns 5 and 7 and the errors 2 and 0: the mean return is 4, the mean error 2/3
+    of_other = iter([2, 12, 1 + 9, 2, (4 / 3) ** 2 + (2 / 3) ** 2])
+    two = explained_variance(values, returns, mask, lambda x: x + next(of_other)).item()
+    assert two == pytest.approx(1 - (48 / 9) / 28)
 
 
 @FEW

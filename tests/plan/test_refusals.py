@@ -69,7 +69,7 @@ def test_quantized_files_cannot_be_trained(tmp_path):
 @pytest.mark.parametrize("family", ["bert", "t5", "bart"])
 def test_a_family_without_a_causal_language_model_is_one_sentence(tmp_path, family):
     AutoConfig.for_model(family).save_pretrained(tmp_path)
-    said = f"expected a causal language model, got a model of the family {family}, which has none"
+    said = f"expected a causal language model, got an encoder or encoder-decoder of the family {family}"
     assert refusal(tmp_path) == f"plan: model {str(tmp_path)!r}: {said}"
 
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from rlkit._numerics import GlobalSum, one_rank
 from rlkit.losses.naive._loops import per_token, sequences, trained
 
 
@@ -50,6 +51,25 @@ def value_stats(
         sums["value/mean"] += value
         sums["value/return"] += target
     return _over(sums, len(trained(mask)), total)
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
+    targets = [returns[i].item() for i in trained(mask)]
+    errors = [returns[i].item() - values[i].item() for i in trained(mask)]
+    spread = _variance(targets, global_sum)
+    explained = 1 - _variance(errors, global_sum) / spread if spread else math.nan
+    return torch.tensor(explained, dtype=torch.float64)
+
+
+def _variance(numbers: list[float], global_sum: GlobalSum) -> float:
+    """Mean of the squares minus the square of the mean, over all ranks."""
+
+    def over_ranks(x: float) -> float:
+        return global_sum(torch.tensor(x, dtype=torch.float64)).item()
+
+    count = over_ranks(len(numbers))
+    return over_ranks(sum(x * x for x in numbers)) / count - (over_ranks(sum(numbers)) / count) ** 2
 
 
 @torch.no_grad()
