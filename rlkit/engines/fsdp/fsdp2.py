@@ -418,7 +418,8 @@ class Fsdp2Engine:
             bucket_bytes: gather tensors of up to this many bytes at once; with 0 one tensor at a time. The bucket is
                 most of the memory that this takes.
             dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. Weights
-                are cast before they are gathered; weights with adapters after these have been merged.
+                are cast before they are gathered. Adapters are merged before that, by each rank into its part of the
+                weights; into NF4 weights, which are gathered in 4 bits, after it.
         """
         yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype), self._renamed)
         yield from checkpoint_buffers(self.base)
