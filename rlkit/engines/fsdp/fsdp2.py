@@ -42,6 +42,7 @@ from rlkit.engines.fsdp.outputs import (
 from rlkit.engines.fsdp.sharded_loading import load_sharded_weights
 from rlkit.engines.fsdp.sharding import (
     apply_fsdp2,
+    cast_to_units,
     check_uniform_dtypes,
     fsdp_units,
     make_device_mesh,
@@ -118,6 +119,8 @@ class Fsdp2Engine:
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         offload_between_phases: weights and optimizer state are in (pinned) host memory while no method of the engine
             needs them. They are copied to the device and back in each call, or once in `keep_on_device`.
+        only_scores: hold weights in `compute_dtype`, for an engine whose weights are not trained, saved, exported or
+            sent. The results are those of float32 weights, which are cast in every forward, to the bit.
         keep_gradients: keep gradients after `train_batch`, for inspection. By default they are freed, which leaves
             memory for a sampler.
 
@@ -155,8 +158,12 @@ class Fsdp2Engine:
         ulysses_sequence_parallel_size: int = 1,
         router_replay: bool = False,
         offload_between_phases: bool = False,
+        only_scores: bool = False,
         keep_gradients: bool = False,
     ) -> None:
+        if only_scores and optimizer is not None:
+            raise ValueError("only_scores: expected False in an engine with an optimizer, got True")
+        self.only_scores = only_scores
         self.device = init_distributed(device)
         self.processor = processor
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
@@ -670,7 +677,16 @@ class Fsdp2Engine:
                 layer.compile(dynamic=True)  # the number of tokens differs in every micro-batch
 
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-        return apply_fsdp2(model, fsdp_units(model, self.base, dtype), dtype, mesh)
+        """A model on a single rank whose weights already have the dtype of the computation is returned as it is.
+
+        FSDP would only copy all weights in every forward and backward, which takes a tenth of a short step.
+        """
+        if mesh.size() == 1 and {p.dtype for p in model.parameters()} <= {dtype}:
+            return model
+        units = fsdp_units(model, self.base, dtype)
+        if self.only_scores:
+            cast_to_units(model, units, dtype)
+        return apply_fsdp2(model, units, dtype, mesh)
 
     def _shard_and_read(self, model: Any, mesh: DeviceMesh) -> Any:
         """Shard a model on the meta device, and read this rank's part of its weights."""
