@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tenso
 from rlkit.engines.logit_functions import LogitFunction, head_logits, topk_of_chunks
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.model_files import has_meta_weights
-from rlkit.engines.offload import OffloadedBetweenUses, own_memory
+from rlkit.engines.offload import OffloadedBetweenUses, needs_weights, own_memory
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
@@ -72,19 +72,6 @@ from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import compute_as_published
 from rlkit.vlm.routers import check_expert_ids, use_router_replay
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _needs_weights(method: Method) -> Method:
-    """A method of an engine, called with the weights on the device."""
-
-    @wraps(method)
-    def call(self: Fsdp2Engine, *args: Any, **options: Any) -> Any:
-        with self._offloaded_weights.on_device():
-            return method(self, *args, **options)
-
-    return cast(Method, call)
 
 
 class Fsdp2Engine:
@@ -197,7 +184,7 @@ class Fsdp2Engine:
             own_memory(self.module.parameters())
             self._offloaded_weights.unload()
 
-    @_needs_weights
+    @needs_weights
     def train_batch(
         self,
         batch: Batch,
@@ -251,7 +238,7 @@ class Fsdp2Engine:
         reduced = reduce_metrics(sum_metrics(metrics), self.data_parallel_group)
         return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
 
-    @_needs_weights
+    @needs_weights
     @torch.no_grad()
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
@@ -366,7 +353,7 @@ class Fsdp2Engine:
 
         return self._infer_unpadded(batch, hidden)["hidden"]
 
-    @_needs_weights
+    @needs_weights
     @torch.no_grad()
     def output_layer(self) -> Callable[[Tensor], Tensor]:
         """A function from `hidden_states` [n, H] to logits [n, V], -inf at suppressed tokens; on all ranks together.
@@ -391,7 +378,7 @@ class Fsdp2Engine:
         if why := head_obstacle(self.base.config, self._head):
             raise ValueError(f"model: expected logits that are the output layer's, got {family}: {why}")
 
-    @_needs_weights
+    @needs_weights
     @torch.no_grad()
     def _infer_unpadded(self, batch: Batch, compute: Callable[[ModelInputs], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Results [N, ...] on the host, for the N tokens of this rank's mask; 0 for a token without one before it.
@@ -515,7 +502,7 @@ class Fsdp2Engine:
 
     # --- checkpoints and exports
 
-    @_needs_weights
+    @needs_weights
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Save sharded trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
 
@@ -532,7 +519,7 @@ class Fsdp2Engine:
                 state["optimizer"]["state"] = {}
             checkpoint.save(path, state, {"extra": dict(extra or {})})
 
-    @_needs_weights
+    @needs_weights
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint that was saved at any world size; returns its `extra`.
 
