@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rlkit.engines.distributed import local_part
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 BLOCK_BYTES = 1 << 26  # of host memory; a power of two, because torch rounds pinned allocations up to one
 
@@ -112,6 +116,17 @@ class OffloadedBetweenUses:
         frozen = [x for x in tensors if isinstance(x, nn.Parameter) and not x.requires_grad]
         self.on_host.unload(tensors, unchanged=frozen if self.changed else tensors)
         self.changed = False
+
+
+def needs_weights(method: Method) -> Method:
+    """A method of an engine, called with the weights on the device: its `_offloaded_weights`."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        with self._offloaded_weights.on_device():
+            return method(self, *args, **options)
+
+    return cast(Method, call)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_m
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses._kernels import CHUNK_BYTES
 from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles, empty
-from rlkit.plan.workload import PackedRows, Workload, longest_batch, packed_rows
+from rlkit.plan.workload import PackedRows, Workload, longest_batch, optimizer_steps, packed_rows
 from rlkit.runs.models import trained_part
 from rlkit.runs.options import generates
 from rlkit.vlm.loading import has_vision
@@ -92,14 +92,16 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
     trained = {name: _model(cfg, getattr(roles, name), name) for name in ("critic", "policy") if getattr(roles, name)}
     stages = []
     for stage in range(dims.pipeline):
-        resident = _resident(roles, trained, dims, world, stage)
-        stages.append((_phases(cfg, roles, trained, dims, workload, micro_batch, stage, resident), resident))
-    peaks, resident = max(stages, key=lambda stage: max(sum(kinds.values()) for kinds in stage[0].values()))
+        held = _held(roles, trained, dims, world, stage)
+        phases = _phases(cfg, roles, trained, dims, workload, micro_batch, stage, held)
+        changing = sum(_changing(stage_parameters(model, dims)[stage], dims, world) for model in trained.values())
+        stages.append((phases, held, changing))
+    peaks, held, changing = max(stages, key=lambda stage: max(sum(kinds.values()) for kinds in stage[0].values()))
     sizes = [(p.numel(), p.requires_grad) for p in (trained.get("policy") or trained["critic"]).parameters()]
     return Rehearsal(
         peaks=peaks,
-        resident=resident,
-        host=0,
+        resident={} if cfg.offload_between_phases else _summed(held),
+        host=sum(_summed(held).values()) if cfg.offload_between_phases else 0,
         parameters=sum(size for size, _ in sizes),
         trainable=sum(size for size, trains in sizes if trains),
         largest_tensor=max(size for size, _ in sizes),
@@ -107,6 +109,7 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
         data_parallel_size=data_parallel_size,
         micro_batches=packed,
         models=_model_sizes(roles, trained, dims, world),
+        copied_back=changing if cfg.offload_between_phases else 0,
     )
 
 
@@ -131,17 +134,29 @@ def model_size(model: Any, dims: ParallelDims, world: int) -> ModelSize:
     )
 
 
-def _resident(roles: Roles, trained: dict[str, Any], dims: ParallelDims, world: int, stage: int) -> dict[str, int]:
-    """Bytes by kind that a rank of this pipeline stage keeps during the whole step: all but gradients."""
-    resident: dict[str, int] = {}
-    for model in trained.values():
+def _held(
+    roles: Roles, trained: dict[str, Any], dims: ParallelDims, world: int, stage: int
+) -> dict[str, dict[str, int]]:
+    """Bytes by model and kind that a rank of this pipeline stage has: all but gradients."""
+    held: dict[str, dict[str, int]] = {}
+    for name, model in trained.items():
         sizes = state_bytes(stage_parameters(model, dims)[stage], dims, world)
-        for kind in ("parameters", "optimizer"):
-            resident[kind] = resident.get(kind, 0) + sizes[kind]
+        held[name] = {kind: sizes[kind] for kind in ("parameters", "optimizer")}
     if roles.reference is not None:
         reference = stage_parameters(empty(roles.reference, torch.bfloat16), dims)[stage]
-        resident["reference"] = WEIGHT * (reference.dense + reference.experts)
-    return resident
+        held["reference"] = {"reference": WEIGHT * (reference.dense + reference.experts)}
+    return held
+
+
+def _changing(stage: StageParameters, dims: ParallelDims, world: int) -> int:
+    """Bytes that training changes: trained parameters and the optimizer's state."""
+    return WEIGHT * (stage.trained_dense + stage.trained_experts) + state_bytes(stage, dims, world)["optimizer"]
+
+
+def _summed(held: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Bytes by kind of all models."""
+    kinds = dict.fromkeys(kind for sizes in held.values() for kind in sizes)
+    return {kind: sum(sizes.get(kind, 0) for sizes in held.values()) for kind in kinds}
 
 
 def _phases(
@@ -152,22 +167,35 @@ def _phases(
     workload: Workload,
     micro_batch: MicroBatch,
     stage: int,
-    resident: dict[str, int],
+    held: dict[str, dict[str, int]],
 ) -> dict[str, dict[str, int]]:
-    """Bytes by kind at the peak of each phase, on a rank of this pipeline stage."""
+    """Bytes by kind at the peak of each phase, on a rank of this pipeline stage.
+
+    Offloaded models are on the GPU while they are used; from the first of several updates on, with optimizer state.
+    """
+
+    def on_gpu(name: str, *kinds: str) -> dict[str, int]:
+        return {kind: held[name][kind] for kind in kinds} if cfg.offload_between_phases else _summed(held)
+
     phases = {}
+    in_forward = ("parameters", "optimizer") if optimizer_steps(cfg) > 1 else ("parameters",)
     if roles.reference is not None:
-        phases["reference"] = {**resident, "activations": layer_bytes(roles.reference, dims, micro_batch)}
+        phases["reference"] = {
+            **on_gpu("reference", "reference"),
+            "activations": layer_bytes(roles.reference, dims, micro_batch),
+        }
     for name, model in trained.items():
         prefix = "" if name == "policy" or len(trained) == 1 else f"{name}: "
         activations = activation_bytes(cfg, model.config, dims, micro_batch, stage, workload)
         has_logits = stage == dims.pipeline - 1 and name == "policy"
         logits = head_bytes(model.config, dims, micro_batch) if has_logits else 0
-        held = {**resident, "gradients": gradient_bytes(stage_parameters(model, dims)[stage])}
-        phases[f"{prefix}forward and backward"] = {**held, "activations": activations, "logits": logits}
-        phases[f"{prefix}optimizer step"] = held
+        gradients = {"gradients": gradient_bytes(stage_parameters(model, dims)[stage])}
+        working = {"activations": activations, "logits": logits}
+        phases[f"{prefix}forward and backward"] = {**on_gpu(name, *in_forward), **gradients, **working}
+        phases[f"{prefix}optimizer step"] = {**on_gpu(name, "parameters", "optimizer"), **gradients}
     if generates(cfg):
-        phases["weight sync"] = {**resident, **_gathered(cfg, trained)}
+        sent = "policy" if "policy" in trained else "critic"
+        phases["weight sync"] = {**on_gpu(sent, "parameters"), **_gathered(cfg, trained)}
     return phases
 
 

@@ -189,7 +189,8 @@ def _build_engines(cfg: Any, models: dict[str, Any], ledger: Ledger) -> dict[str
         kind = "value_model" if name == "critic" else "language_model"
         options = {**_options(cfg, model.config), "model": model}
         if name == "reference":
-            engines[name] = make_engine(cfg.engine, kind, **options)
+            only_scores: dict[str, Any] = {"only_scores": True} if cfg.engine == "fsdp2" else {}
+            engines[name] = make_engine(cfg.engine, kind, **options, **only_scores)
         else:
             engines[name] = training_engine(cfg, kind, lr=0.0, optimizer_steps=1, fused=True, **options)
         kept = "reference" if name == "reference" else "parameters"

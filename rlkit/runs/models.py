@@ -133,17 +133,23 @@ def build_value_engine(
     return recorded(cfg, _built_from_shards(cfg, load_value_model, path, getattr(torch, cfg.dtype), build))
 
 
-def build_scorer(cfg: Any, path: str, processor: Any) -> Any:
+def build_scorer(cfg: Any, path: str, processor: Any, *, only_scores: bool = False) -> Any:
     """An engine without an optimizer. It computes log-probabilities of a reference policy or a teacher.
 
     As in `build_engine`, they are those of the sampling distribution.
 
     With fsdp2 the weights keep the dtype of their files, and are cast to `compute_dtype` layer by layer. A bfloat16
     model thus takes half the memory and gives the same results.
+
+    Args:
+        only_scores: the weights are not sent to a sampler. With fsdp2 they are then cast to `compute_dtype` once, so
+            that a float32 model, too, takes half the memory.
     """
 
     def build(model: Any) -> Any:
         options = scoring_options(cfg, model, processor)
+        if cfg.engine == "fsdp2":
+            options["only_scores"] = only_scores
         engine = make_engine(cfg.engine, "language_model", model=model, **options)
         if cfg.engine == "fsdp2":  # which takes weights of several dtypes, as ERNIE's are, if none of them is trained
             engine.module.requires_grad_(False)
@@ -184,7 +190,7 @@ def build_reference(cfg: TrainingOptions, path: str, processor: Any, engine: Any
     With LoRA it is the trained model with its adapters disabled. Otherwise it is a second engine.
     """
     if not cfg.lora_rank:
-        scorer = build_scorer(cfg, path, processor)
+        scorer = build_scorer(cfg, path, processor, only_scores=True)
         return lambda batch: scorer.infer_batch(batch)["logprobs"]
 
     def without_adapter(batch: Batch) -> Tensor:

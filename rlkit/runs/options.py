@@ -189,7 +189,7 @@ class EngineOptions:
     use_torch_compile: bool = False
     """Compile each layer with torch.compile, except its attention. The first steps take longer. fsdp2 only."""
     offload_between_phases: bool = False
-    """Keep weights and optimizer state of an engine in host memory while the engine is not used. fsdp2 only."""
+    """Keep weights and optimizer state of an engine in host memory while the engine is not used. Not with fsdp1."""
 
 
 @dataclass
@@ -384,11 +384,6 @@ def check_engine_options(cfg: Any) -> None:
         raise ValueError(f"parallel: expected {known} in the {cfg.engine} engine, got {wrong[0]}; use --engine {use}")
     if cfg.engine != "megatron":
         return
-    if cfg.offload_between_phases:
-        raise ValueError(
-            "offload_between_phases: expected --engine fsdp2, got megatron; --parallel tensor 2 halves its weights "
-            "instead"
-        )
     if cfg.use_torch_compile:
         raise ValueError("use_torch_compile: expected --engine fsdp2, got megatron, whose layers cannot be compiled")
     if (size := cfg.ulysses_sequence_parallel_size) > 1:

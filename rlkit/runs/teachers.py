@@ -39,7 +39,7 @@ def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], process
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(f"teacher {path!r}: expected the student's tokens, got others")
     if not cfg.teacher_servers:
-        return build_scorer(cfg, path, processor)
+        return build_scorer(cfg, path, processor, only_scores=True)
     config = load_config(path, trust_remote_code=cfg.trust_remote_code)
     return VllmTeacher(
         model=path,

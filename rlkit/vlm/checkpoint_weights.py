@@ -31,17 +31,21 @@ def merged_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter of the base model, with LoRA adapters merged and NF4 weights dequantized.
 
+    The matrices of an adapter are made full first. Each rank merges them into its part of the parameter, and casts it
+    before the parameter is made full, too. Only an adapter of an NF4 weight, which has fewer bytes than what is sent,
+    is merged into the full weight.
+
     No reference to a tensor is kept once the next one is requested. To hold one tensor at a time, the caller has to
     drop its own reference before that.
 
     Args:
         model: plain, or wrapped by `lora`.
-        full: turns sharded parameters into full tensors, one by one. It is called once per bucket, in the same order on
-            all ranks.
-        bucket_bytes: upper bound on the full size of the parameters and adapters in one call of `full`. A larger
-            parameter gets a call of its own; with 0 every parameter does.
-        cast: (name, parameter) -> the parameter in another dtype. It is called before `full`; for a parameter in NF4 or
-            with an adapter, after it has been dequantized and merged.
+        full: turns sharded parameters into full tensors, one by one. It is called once per bucket, and before that
+            once for the adapters in it, in the same order on all ranks.
+        bucket_bytes: upper bound on the full size of the parameters and adapters in a bucket. A larger parameter is a
+            bucket of its own; with 0 every parameter is.
+        cast: (name, parameter) -> the parameter in another dtype. It is called before `full`; for a parameter in NF4,
+            after that, when it has been dequantized and merged.
     """
     return _in_buckets(_stored_parameters(model, cast), full, bucket_bytes, cast)
 
@@ -114,11 +118,39 @@ def _in_buckets(
     for parameter in parameters:
         size = sum(x.numel() * x.element_size() for x in parameter.tensors)
         if bucket and bucket_size + size > bucket_bytes:
-            yield from _full(bucket, full, cast)
+            yield from _full(_merged_parts(bucket, full, cast), full, cast)
             bucket, bucket_size = [], 0
         bucket.append(parameter)
         bucket_size += size
-    yield from _full(bucket, full, cast)
+    yield from _full(_merged_parts(bucket, full, cast), full, cast)
+
+
+def _merged_parts(
+    bucket: Sequence[_Stored],
+    full: Callable[[Sequence[Tensor]], Iterable[Tensor]],
+    cast: Callable[[str, Tensor], Tensor],
+) -> list[_Stored]:
+    """The same parameters, with adapters merged into this rank's part and cast, except into NF4 weights."""
+    adapted = [x for x in bucket if x.adapter is not None and x.layer is None]
+    matrices = iter(full([x for parameter in adapted for x in parameter.tensors[1:]]) if adapted else ())
+    parts = []
+    for parameter in bucket:
+        name, stored, layer, adapter = parameter
+        if adapter is not None and layer is None:
+            delta = _delta(adapter, next(matrices), next(matrices)).to(stored[0].dtype)
+            parameter = _Stored(name, [cast(name, stored[0] + _sharded_like(stored[0], delta))])
+            del delta
+        parts.append(parameter)
+    return parts
+
+
+def _sharded_like(x: Tensor, full: Tensor) -> Tensor:
+    """A full tensor as a tensor that is sharded as `x` is; every rank keeps its part, and sends nothing."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(x, DTensor):
+        return full
+    return distribute_tensor(full, x.device_mesh, x.placements, src_data_rank=None).to(x.device)
 
 
 def _full(
@@ -126,15 +158,14 @@ def _full(
     full: Callable[[Sequence[Tensor]], Iterable[Tensor]],
     cast: Callable[[str, Tensor], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of each parameter, dequantized, with its adapter merged, and cast."""
+    """(name, full tensor) of each parameter; one in NF4 is dequantized, merged and cast here."""
     tensors = iter(full([x for parameter in bucket for x in parameter.tensors]))
-    for name, stored, layer, adapter in bucket:
+    for name, _, layer, adapter in bucket:
         tensor = next(tensors)
         if layer is not None:
             tensor = layer.dequantized(tensor, next(tensors))
-        if adapter is not None:
-            tensor = tensor + _delta(adapter, next(tensors), next(tensors)).to(tensor.dtype)
-        if len(stored) > 1:
+            if adapter is not None:
+                tensor = tensor + _delta(adapter, next(tensors), next(tensors)).to(tensor.dtype)
             tensor = cast(name, tensor)
         yield name, tensor
         del tensor  # free it before the next one is made

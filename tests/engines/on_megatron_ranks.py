@@ -49,6 +49,7 @@ VISION, GROUP = ("vl", "shared-vl"), 4  # kinds of model with images; answers to
 ROWS, VOCABULARY, IMAGE, SUPPRESSED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47
 VIDEO, IMAGE_KEYS = IMAGE - 1, ("pixel_values", "image_grid_thw")
 TENSOR, PIPE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
+OFFLOAD = {"offload_between_phases": True}
 SEQUENCE, EXPERT = {**TENSOR, "sequence_parallel": True}, {"expert": 2}
 # ranks, model, which ranks have rows ("all", "split" or "empty": only one data-parallel rank), options
 CASES = {
@@ -65,7 +66,7 @@ CASES = {
     "pp2-dp2": (4, "qwen2", "empty", PIPE),
     "moe-one": (1, "moe", "all", {}),
     "moe-pp2-ep2": (4, "moe", "empty", {**PIPE, **EXPERT}),
-    "moe-sp2-ep2-dp2": (4, "moe", "split", {**SEQUENCE, **EXPERT}),
+    "moe-sp2-ep2-dp2": (4, "moe", "split", {**SEQUENCE, **EXPERT, **OFFLOAD}),
     "routed-one": (1, "routed", "all", {"enable_gradient_checkpointing": True}),
     "routed-pp2-ep2": (4, "routed", "empty", {**PIPE, **EXPERT, "enable_gradient_checkpointing": True}),
     "routed-sp2-ep2": (2, "routed", "all", {**SEQUENCE, **EXPERT}),
@@ -75,7 +76,7 @@ CASES = {
     "vl-cp2": (2, "vl", "all", CONTEXT),
     "vl-pp2": (2, "vl", "all", PIPE),
     "vl-sp2": (2, "vl", "all", SEQUENCE),
-    "vl-tp2-pp2": (4, "vl", "split", {**TENSOR, **PIPE}),
+    "vl-tp2-pp2": (4, "vl", "split", {**TENSOR, **PIPE, **OFFLOAD}),
     "vl-sp2-pp2": (4, "vl", "all", {**SEQUENCE, **PIPE}),
     "shared-one": (1, "shared", "all", {}),
     "shared-sp2-cp2": (4, "shared", "all", {**SEQUENCE, **CONTEXT}),
@@ -91,7 +92,7 @@ CASES = {
 # the same, and the case whose checkpoint after the first step is resumed
 RESUMED = {
     "same-layout": (2, "qwen2", "all", TENSOR, "tp2"),
-    "more-ranks": (2, "qwen3", "split", {}, "one-qwen3"),
+    "more-ranks": (2, "qwen3", "split", OFFLOAD, "one-qwen3"),
     "from-fsdp2": (2, "qwen2", "all", PIPE, "fsdp2-qwen2"),
     "other-layout": (4, "qwen2", "split", SEQUENCE, "pp2"),
     "moe-from-fsdp2": (2, "moe", "all", {**SEQUENCE, **EXPERT}, "fsdp2-moe"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -110,6 +111,7 @@ NAMES = {
         "rebalancing",
         "experts",
         "sent",
+        "adapted",
         "resumed.fsdp2",
         "resumed.fsdp1",
         "exported.fsdp2",
@@ -218,6 +220,29 @@ def send(model_dir, out):
         weights = dict(engine.get_per_tensor_param(0, torch.bfloat16))
     counts = [counted.get_total_counts() for counted in (in_buckets, one_by_one)]
     torch.save((receiver.received, weights, counts), out / f"sent.{dist.get_rank()}.pt")
+
+
+def send_adapted(out):
+    """Weights with adapters for a sampler in bfloat16, the bytes that were gathered, and what peft merges.
+
+    Ranks have two and one of three experts. GPT-2 has transposed matrices.
+    """
+    found = []
+    for family, more in (("qwen3_moe", {"num_experts": 3}), ("gpt2", {})):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **{**BASE, **TEXT[family], **more})
+        adapted = lora(transformers.AutoModelForCausalLM.from_config(config), 4, 8)
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        merged = dict(copy.deepcopy(adapted).merge_and_unload().named_parameters())
+        adapters = sum(p.nbytes for name, p in adapted.named_parameters() if ".lora_" in name)
+        engine = make_engine("fsdp2", model=adapted)
+        with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+            weights = dict(engine._weights(1 << 20, torch.bfloat16))
+        gathered = sum(call.args[0].nbytes for call in broadcast.call_args_list)
+        found.append((weights, {name: x.detach() for name, x in merged.items()}, gathered, adapters))
+    torch.save(found, out / f"adapted.{dist.get_rank()}.pt")
 
 
 class SeparateExperts(torch.nn.Module):
@@ -366,6 +391,8 @@ def run_case(name, model_dir, big_dir, out):
         train_separate_experts(out)
     elif name == "sent":
         send(model_dir, out)
+    elif name == "adapted":
+        send_adapted(out)
     elif name == "killed":
         return save(model_dir, out)
     elif name.startswith("exported."):

@@ -537,6 +537,55 @@ def test_weights_and_optimizer_leave_the_device_and_come_back(dtype, kind, alone
     assert_same(found[1][1], found[0][1], tolerance=0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, "moe"), (torch.bfloat16, "qwen2"), (torch.bfloat16, "value")]
+)
+def test_weights_and_optimizer_are_on_the_host_between_calls(dtype, kind, alone, tmp_path):
+    """The same numbers as without; copied once for all calls in a context. Storages of tensors in use are not empty."""
+    of_kind, batch, found = ranks.losses_of(kind), ranks.make_batch([0, 1], kind), []
+    outputs = OUTPUTS[of_kind]
+    options = {"optimizer": adamw, "compute_dtype": dtype}
+
+    def tensors(engine):
+        groups, states = engine.optimizer.param_groups, engine.optimizer.state.values()
+        held = [*engine.model.parameters(), *(p for group in groups for p in group["params"])]
+        return held + [x for state in states for x in state.values() if x.ndim]
+
+    for offloads in (False, True):
+        engine = make_engine(
+            "megatron", "value_model" if kind == "value" else "language_model", model=ranks.make_model(kind),
+            offload_between_phases=offloads, **options,
+        )  # fmt: skip
+        seen = []
+
+        def call(method, *args, engine=engine, seen=seen, **more):
+            result = getattr(engine, method)(*args, **more)
+            seen.append(sum(x.untyped_storage().nbytes() for x in tensors(engine)))
+            return result
+
+        results = [call("infer_batch", batch, outputs), call("train_batch", batch, of_kind[0], outputs)]
+        call("save_checkpoint", tmp_path / f"{offloads}")
+        results += [call("train_batch", batch, of_kind[0], outputs)]
+        assert all(size == 0 for size in seen) == offloads and len(tensors(engine)) > 10
+        assert bool(engine.host_bytes) == offloads
+        with engine.keep_on_device():
+            results += [call("train_batch", batch, of_kind[0], outputs), call("infer_batch", batch, outputs)]
+            assert seen[-1] > 0
+        weights = {name: x.clone() for name, x in engine.get_per_tensor_param()}
+        call("load_checkpoint", tmp_path / f"{offloads}")
+        results += [call("train_batch", batch, of_kind[0], outputs)]
+        assert (seen[-1] == 0) == offloads
+        found.append((results, weights, dict(engine.get_per_tensor_param())))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(x, other[n]) if isinstance(x, torch.Tensor) else x == other[n] for n, x in one.items())
+    assert found[0][0][2]["loss"] == found[0][0][-1]["loss"] != found[0][0][1]["loss"]  # resumed
+    for i in (1, 2):
+        assert_same(found[1][i], found[0][i], tolerance=0)
+    with pytest.raises(ValueError, match="^to: expected no offload_between_phases"):
+        engine.to("cpu")
+
+
 def test_making_an_engine_leaves_random_states_alone(alone):
     model = ranks.make_model("value")
     torch.manual_seed(5)

@@ -173,6 +173,18 @@ def test_a_recipe_gathers_many_weights_in_one_collective(out):
         assert in_buckets <= 4 and one_by_one >= len(weights) > 40
 
 
+def test_adapters_are_merged_before_weights_are_gathered(out):
+    """What is gathered is what the sampler gets, in its dtype, and the matrices of the adapters."""
+    require(out, "adapted")
+    for rank in range(2):
+        for weights, merged, gathered, adapters in torch.load(out / f"adapted.{rank}.pt", weights_only=True):
+            assert weights.keys() == merged.keys() and adapters > 0
+            for name, x in weights.items():
+                assert torch.equal(x, merged[name].to(x.dtype)), name
+            assert gathered == sum(x.nbytes for x in weights.values()) + adapters
+            assert sum(x.nbytes for x in weights.values()) < 0.6 * sum(x.nbytes for x in merged.values())
+
+
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
 def test_checkpoint_of_one_rank_resumes_on_two(out, backend):
     require(out, f"resumed.{backend}")

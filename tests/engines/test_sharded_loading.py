@@ -118,6 +118,27 @@ def test_a_reference_may_have_weights_of_several_dtypes(saved):
     assert (found - expected).abs().max() < 0.2 and found.any()
 
 
+@pytest.mark.parametrize("family", ["qwen2", "falcon_h1", "gemma4_text", "ernie4_5_moe"])
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_a_reference_holds_weights_as_it_computes(saved, family, on_meta):
+    """The results are those of float32 weights to the bit. Buffers (of Falcon-H1 and Gemma 4) keep their dtype."""
+    path, options = saved(family), {"device": "cpu", "compute_dtype": torch.bfloat16}
+    file, batch = Path(path) / "model.safetensors", test_families.rows()[0]
+    tensors = {name: x + 0.1 if name.endswith("scalar") else x for name, x in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    expected = make_engine("fsdp2", model=load_model(path), **options).infer_batch(batch)["logprobs"]
+    reference = make_engine("fsdp2", model=load_model(path, on_meta=on_meta), only_scores=True, **options)
+    assert torch.equal(reference.infer_batch(batch)["logprobs"], expected) and expected.any()
+    assert {p.dtype for p in reference.module.parameters()} == {torch.bfloat16}
+    buffers = dict(load_model(path).named_buffers())
+    assert all(x.dtype == buffers[name].dtype for name, x in reference.module.named_buffers())
+
+
+def test_an_engine_with_an_optimizer_does_not_only_score(saved):
+    with pytest.raises(ValueError, match="^only_scores: expected False in an engine with an optimizer, got True"):
+        make_engine("fsdp2", model=load_model(saved("qwen2")), optimizer=adamw, only_scores=True)
+
+
 def test_tied_embeddings_stay_tied(saved, tmp_path):
     model = load_model(saved("qwen2", tie_word_embeddings=True), on_meta=True)
     engine = make_engine("fsdp2", model=model, optimizer=adamw)

@@ -87,7 +87,7 @@ def test_phases_take_what_they_should(found):
     assert list(one["phases"]) == [
         "load", "reference", "forward and backward", "optimizer step", "weight sync", "generate",
     ]  # fmt: skip
-    assert "reference" not in lora["resident"] and one["resident"]["reference"] == one["resident"]["parameters"]
+    assert "reference" not in lora["resident"] and 2 * one["resident"]["reference"] == one["resident"]["parameters"]
     assert lora["resident"]["optimizer"] < 0.2 * found["three_ranks"]["resident"]["optimizer"]
     for phases in (found[name]["phases"] for name in CASES if name not in OFFLOADED):
         for name in ("forward and backward", "optimizer step"):

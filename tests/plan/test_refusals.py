@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from rlkit.plan import __main__ as command_line
-from rlkit.plan import rehearsal
+from rlkit.plan import megatron, rehearsal
 from rlkit.plan.fit import make_plan
 from rlkit.plan.hardware import gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
@@ -37,7 +37,6 @@ def model(tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["megatron", "--offload_between_phases"], "offload_between_phases: expected --engine fsdp2, got megatron; "),
         (["megatron", "--use_torch_compile"], "use_torch_compile: expected --engine fsdp2, got megatron, whose "),
         (
             ["megatron", "--ulysses_sequence_parallel_size", "2", "--nproc", "2"],
@@ -108,6 +107,23 @@ def test_weights_gradients_and_optimizer_alone(model, options, numbers):
     roles = recipe_roles(module, cfg)
     parameters = sum(p.numel() for p in rehearsal.empty(roles.policy, torch.float32).parameters())
     assert weight_and_optimizer_bytes(cfg, roles, world) == pytest.approx(numbers * parameters, rel=0.02)
+
+
+def test_offloaded_megatron_engines_are_on_the_gpu_one_at_a_time(model):
+    """Between phases nothing is; the bytes of each phase are those of the models that it uses."""
+    module, found = load_recipe("recipes/ppo.py"), []
+    for options in ([], ["--offload_between_phases"]):
+        cfg = recipe_options(module, ["--model", str(model), "--engine", "megatron", "--kl_coef", "0.1", *options])
+        found.append(megatron.estimate(cfg, recipe_roles(module, cfg), 2, None))
+    kept, moved = found
+    assert not kept.host and not moved.resident and moved.host == sum(kept.resident.values())
+    assert 0 < moved.copied_back == moved.host - kept.resident["reference"]
+    policy, critic = moved.peaks["optimizer step"], moved.peaks["critic: optimizer step"]
+    for kind in ("parameters", "optimizer"):
+        assert policy[kind] + critic[kind] == kept.resident[kind]
+    assert moved.peaks["reference"].keys() == {"reference", "activations"}
+    assert "optimizer" not in moved.peaks["weight sync"]
+    assert all(sum(phase.values()) < sum(kept.peaks[name].values()) for name, phase in moved.peaks.items())
 
 
 def test_a_critic_beside_the_policy_counts_unless_they_are_offloaded_in_turn(model):

@@ -86,3 +86,12 @@ def test_reference_keeps_the_dtype_of_its_files(text_dir, tmp_path):  # noqa: F8
     batch = collate([append_response(prompt_sample([5, 6, 7]), [8, 9, 10, 11], [-1.0] * 4)])
     scores = [engine.infer_batch(batch)["logprobs"] for engine in (half, single)]
     assert scores[0].any() and torch.equal(*scores)
+
+
+def test_a_float32_reference_is_held_in_the_dtype_of_the_computation(text_dir):  # noqa: F811
+    init_distributed("cpu")
+    processor, cfg = load_processor(str(text_dir)), options(text_dir, "--compute_dtype", "bfloat16")
+    scorer = build_scorer(cfg, str(text_dir), processor)
+    reference = build_scorer(cfg, str(text_dir), processor, only_scores=True)
+    dtypes = [{p.dtype for p in engine.module.parameters()} for engine in (scorer, reference)]
+    assert dtypes == [{torch.float32}, {torch.bfloat16}]

@@ -35,6 +35,7 @@ UNSUPPORTED = {
     "use_fused_kernels": False,
     "router_replay": False,
     "offload_between_phases": False,
+    "only_scores": False,
 }
 
 
@@ -45,7 +46,7 @@ class Fsdp1Engine(Fsdp2Engine):
         model: from transformers, without adapters. With `rlkit.vlm.load_model(..., on_meta=True)` each rank reads only
             its part of the weights, see `rlkit.engines.fsdp.fsdp1_loading`.
         options: those of `Fsdp2Engine` except `fsdp_size`, `tensor`, `ulysses_sequence_parallel_size`,
-            `use_fused_kernels`, `router_replay` and `offload_between_phases`.
+            `use_fused_kernels`, `router_replay`, `offload_between_phases` and `only_scores`.
 
     Raises:
         ValueError: an unsupported option, or a model with adapters.

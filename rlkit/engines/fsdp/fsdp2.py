@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from rlkit.engines.fsdp.outputs import (
 from rlkit.engines.fsdp.sharded_loading import load_sharded_weights
 from rlkit.engines.fsdp.sharding import (
     apply_fsdp2,
+    cast_to_units,
     check_uniform_dtypes,
     fsdp_units,
     make_device_mesh,
@@ -52,7 +53,7 @@ from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tenso
 from rlkit.engines.logit_functions import LogitFunction, head_logits, topk_of_chunks
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.model_files import has_meta_weights
-from rlkit.engines.offload import OffloadedBetweenUses, own_memory
+from rlkit.engines.offload import OffloadedBetweenUses, needs_weights, own_memory
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
@@ -71,19 +72,6 @@ from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import compute_as_published
 from rlkit.vlm.routers import check_expert_ids, use_router_replay
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _needs_weights(method: Method) -> Method:
-    """A method of an engine, called with the weights on the device."""
-
-    @wraps(method)
-    def call(self: Fsdp2Engine, *args: Any, **options: Any) -> Any:
-        with self._offloaded_weights.on_device():
-            return method(self, *args, **options)
-
-    return cast(Method, call)
 
 
 class Fsdp2Engine:
@@ -118,6 +106,8 @@ class Fsdp2Engine:
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         offload_between_phases: weights and optimizer state are in (pinned) host memory while no method of the engine
             needs them. They are copied to the device and back in each call, or once in `keep_on_device`.
+        only_scores: hold weights in `compute_dtype`, for an engine whose weights are not trained, saved, exported or
+            sent. The results are those of float32 weights, which are cast in every forward, to the bit.
         keep_gradients: keep gradients after `train_batch`, for inspection. By default they are freed, which leaves
             memory for a sampler.
 
@@ -155,8 +145,12 @@ class Fsdp2Engine:
         ulysses_sequence_parallel_size: int = 1,
         router_replay: bool = False,
         offload_between_phases: bool = False,
+        only_scores: bool = False,
         keep_gradients: bool = False,
     ) -> None:
+        if only_scores and optimizer is not None:
+            raise ValueError("only_scores: expected False in an engine with an optimizer, got True")
+        self.only_scores = only_scores
         self.device = init_distributed(device)
         self.processor = processor
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
@@ -190,7 +184,7 @@ class Fsdp2Engine:
             own_memory(self.module.parameters())
             self._offloaded_weights.unload()
 
-    @_needs_weights
+    @needs_weights
     def train_batch(
         self,
         batch: Batch,
@@ -244,7 +238,7 @@ class Fsdp2Engine:
         reduced = reduce_metrics(sum_metrics(metrics), self.data_parallel_group)
         return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
 
-    @_needs_weights
+    @needs_weights
     @torch.no_grad()
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
@@ -359,7 +353,7 @@ class Fsdp2Engine:
 
         return self._infer_unpadded(batch, hidden)["hidden"]
 
-    @_needs_weights
+    @needs_weights
     @torch.no_grad()
     def output_layer(self) -> Callable[[Tensor], Tensor]:
         """A function from `hidden_states` [n, H] to logits [n, V], -inf at suppressed tokens; on all ranks together.
@@ -384,7 +378,7 @@ class Fsdp2Engine:
         if why := head_obstacle(self.base.config, self._head):
             raise ValueError(f"model: expected logits that are the output layer's, got {family}: {why}")
 
-    @_needs_weights
+    @needs_weights
     @torch.no_grad()
     def _infer_unpadded(self, batch: Batch, compute: Callable[[ModelInputs], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Results [N, ...] on the host, for the N tokens of this rank's mask; 0 for a token without one before it.
@@ -418,7 +412,8 @@ class Fsdp2Engine:
             bucket_bytes: gather tensors of up to this many bytes at once; with 0 one tensor at a time. The bucket is
                 most of the memory that this takes.
             dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. Weights
-                are cast before they are gathered; weights with adapters after these have been merged.
+                are cast before they are gathered. Adapters are merged before that, by each rank into its part of the
+                weights; into NF4 weights, which are gathered in 4 bits, after it.
         """
         yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype), self._renamed)
         yield from checkpoint_buffers(self.base)
@@ -507,7 +502,7 @@ class Fsdp2Engine:
 
     # --- checkpoints and exports
 
-    @_needs_weights
+    @needs_weights
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Save sharded trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
 
@@ -524,7 +519,7 @@ class Fsdp2Engine:
                 state["optimizer"]["state"] = {}
             checkpoint.save(path, state, {"extra": dict(extra or {})})
 
-    @_needs_weights
+    @needs_weights
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint that was saved at any world size; returns its `extra`.
 
@@ -669,7 +664,16 @@ class Fsdp2Engine:
                 layer.compile(dynamic=True)  # the number of tokens differs in every micro-batch
 
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-        return apply_fsdp2(model, fsdp_units(model, self.base, dtype), dtype, mesh)
+        """A model on a single rank whose weights already have the dtype of the computation is returned as it is.
+
+        FSDP would only copy all weights in every forward and backward, which takes a tenth of a short step.
+        """
+        if mesh.size() == 1 and {p.dtype for p in model.parameters()} <= {dtype}:
+            return model
+        units = fsdp_units(model, self.base, dtype)
+        if self.only_scores:
+            cast_to_units(model, units, dtype)
+        return apply_fsdp2(model, units, dtype, mesh)
 
     def _shard_and_read(self, model: Any, mesh: DeviceMesh) -> Any:
         """Shard a model on the meta device, and read this rank's part of its weights."""

@@ -61,11 +61,24 @@ def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, tor
     return {**dict.fromkeys(layers, dtype), **heads}
 
 
+def cast_to_units(model: nn.Module, units: Mapping[nn.Module, torch.dtype], dtype: torch.dtype) -> None:
+    """Cast each parameter to the precision of its unit, as FSDP would in every forward. Buffers keep their dtype.
+
+    Args:
+        model: before `fully_shard`, perhaps on the meta device.
+        units: from `fsdp_units`.
+        dtype: of the rest.
+    """
+    rest = {p: dtype for p in model.parameters()}
+    of_units = {p: unit_dtype for module, unit_dtype in units.items() for p in module.parameters()}
+    for p, unit_dtype in (rest | of_units).items():
+        if p.is_floating_point():
+            # `p.data = ...` has no effect on a parameter that tensor parallelism has sharded
+            torch.utils.swap_tensors(p, nn.Parameter(p.detach().to(unit_dtype), p.requires_grad))
+
+
 def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
     """Apply `fully_shard` to each unit and to the rest; gradients are summed over the mesh, not averaged.
-
-    A model on a single rank whose weights already have the dtype of the computation is returned as it is. FSDP would
-    only copy all weights in every forward and backward, which takes a tenth of a short step.
 
     Args:
         model: perhaps wrapped by `rlkit.vlm.lora`.
@@ -73,8 +86,6 @@ def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch
         dtype: of the rest.
         mesh: ("dp_shard",), or ("dp_replicate", "dp_shard").
     """
-    if mesh.size() == 1 and {p.dtype for p in model.parameters()} <= {dtype}:
-        return model
     for module, unit_dtype in [*units.items(), (model, dtype)]:
         policy = MixedPrecisionPolicy(param_dtype=unit_dtype, reduce_dtype=torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -80,7 +80,7 @@ from rlkit.engines.megatron.weights import (
     map_parameters,
     tensors_of_stages,
 )
-from rlkit.engines.offload import Offloaded, without_memory_of
+from rlkit.engines.offload import OffloadedBetweenUses, needs_weights, without_memory_of
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.sampler_dtype import sampler_dtype
@@ -125,6 +125,8 @@ class MegatronEngine:
         enable_gradient_checkpointing: recompute each layer's activations in backward.
         compute_dtype: of activations and weights; the optimizer keeps float32 weights. By default bfloat16 on a GPU and
             float32 on a CPU.
+        offload_between_phases: weights and optimizer state are in (pinned) host memory while no method of the engine
+            needs them, see `Fsdp2Engine`.
         keep_gradients: gradients stay after `train_batch`, to be looked at. By default their buffers are freed, which
             leaves room for a sampler.
 
@@ -165,6 +167,7 @@ class MegatronEngine:
         ulysses_sequence_parallel_size: int = 1,
         enable_gradient_checkpointing: bool = False,
         compute_dtype: torch.dtype | None = None,
+        offload_between_phases: bool = False,
         keep_gradients: bool = False,
     ) -> None:
         self.device = init_distributed(device)
@@ -191,7 +194,12 @@ class MegatronEngine:
             if optimizer is not None:
                 self._free_gradients()
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
-        self._weights_on_host, self._state_on_host = Offloaded(), Offloaded()
+        self.offload_between_phases = offload_between_phases
+        self._offloaded_weights = OffloadedBetweenUses(self.model.parameters, enabled=offload_between_phases)
+        self._offloaded_state = OffloadedBetweenUses(self._optimizer_state, enabled=offload_between_phases)
+        if offload_between_phases:
+            self._offloaded_state.unload()
+            self._offloaded_weights.unload()
 
     def _check_model(self, model: Any, *, router_replay: bool) -> None:
         if hasattr(model, "get_base_model"):
@@ -249,6 +257,7 @@ class MegatronEngine:
 
     # --- training and scoring
 
+    @needs_weights
     def train_batch(
         self,
         batch: Batch,
@@ -279,7 +288,9 @@ class MegatronEngine:
             is_finite = grad_norm < float("inf")
             lr = self.optimizer.param_groups[0]["lr"]
             if is_finite and batch.total_tokens:
-                self.distributed_optimizer.step_with_ready_grads()
+                with self._offloaded_state.on_device():
+                    self._mark_changed()
+                    self.distributed_optimizer.step_with_ready_grads()
             self._free_gradients()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -293,6 +304,7 @@ class MegatronEngine:
             self.optimizer.zero_grad()
             self.module.offload_grad_buffers(empty_cache=False)
 
+    @needs_weights
     @torch.no_grad()
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
@@ -400,6 +412,7 @@ class MegatronEngine:
             results[name] = apply_to_hidden_states(of_slice, hidden, self._head_weight(), unpadded)
         return results
 
+    @needs_weights
     @torch.no_grad()
     def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
         """The K likeliest tokens in place of each token of the mask; see `Fsdp2Engine.topk_logprobs`."""
@@ -473,7 +486,15 @@ class MegatronEngine:
             [x._replace(dtype=sampler_dtype(self.hf_model, x.name, x.as_meta(), dtype)) for x in infos]
             for infos in self.stages
         ]
-        return full_parameters(self.parameters, stages, self.megatron_config, self.device, bucket_bytes)
+        full = full_parameters(self.parameters, stages, self.megatron_config, self.device, bucket_bytes)
+        return self._iterate_on_device(full) if self.offload_between_phases else full
+
+    def _iterate_on_device(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same pairs, with the weights on the device; copies, because tensors may be parts of these."""
+        with self._offloaded_weights.on_device():
+            for name, tensor in weights:
+                yield name, tensor.clone()
+                del tensor  # free it before the next one is gathered
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
@@ -484,6 +505,7 @@ class MegatronEngine:
         """Write a Hugging Face model directory, see `rlkit.engines.export.export_hf`."""
         export_hf(path, self.hf_model, self.get_per_tensor_param(0), self.processor, dtype)
 
+    @needs_weights
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Save trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
 
@@ -493,13 +515,15 @@ class MegatronEngine:
             path: a directory, which is either complete or absent.
             extra: returned by `load_checkpoint`.
         """
-        state = checkpoint_state(self.parameters, self.distributed_optimizer, self.groups, self.megatron_config)
+        with self._offloaded_state.on_device():
+            state = checkpoint_state(self.parameters, self.distributed_optimizer, self.groups, self.megatron_config)
         embedding = embedding_name(self.megatron_config)
         if self.model.share_embeddings_and_output_weights and embedding in state["model"]:
             state["model"][LM_HEAD] = state["model"][embedding]
         state |= checkpoint.scheduler_state(self.scheduler) | checkpoint.random_states(self.device)
         checkpoint.save(path, state, {"extra": dict(extra or {})})
 
+    @needs_weights
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, see `save_checkpoint`; returns its `extra`.
 
@@ -515,7 +539,9 @@ class MegatronEngine:
             trained = [one for one in self.parameters if one.parameter.requires_grad]
             state["optimizer"] = {"param_groups": param_groups(trained, optimizer, self.groups)}
         checkpoint.load(path, state)
-        load_tensors(reader, self.parameters, optimizer, self.megatron_config, self.hf_shapes)
+        with self._offloaded_state.on_device():
+            self._mark_changed()
+            load_tensors(reader, self.parameters, optimizer, self.megatron_config, self.hf_shapes)
         if optimizer is not None:
             load_param_groups(optimizer, state["optimizer"]["param_groups"])
         checkpoint.set_scheduler_state(state, reader.saved, self.scheduler)
@@ -523,20 +549,49 @@ class MegatronEngine:
         return reader.saved["extra"]
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move weights and optimizer state to the host, e.g. while a sampler needs the GPU, or back."""
+        """Move weights and optimizer state to the host, e.g. while a sampler needs the GPU, or back.
+
+        Raises:
+            ValueError: the engine does so by itself, with `offload_between_phases`.
+        """
+        if self.offload_between_phases:
+            raise ValueError(f"to: expected no offload_between_phases, which moves weights itself, got {device}")
         if self.device.type != "cpu":
             self._move(to_host=torch.device(device).type == "cpu", model=model, optimizer=optimizer)
 
     def _move(self, *, to_host: bool, model: bool, optimizer: bool) -> None:
         """Megatron's own functions are not used: they separate a float32 weight from the optimizer's view of it."""
-        weights = list(self.model.parameters())
         if model:
-            self._weights_on_host.unload(weights) if to_host else self._weights_on_host.load()
-        if optimizer and self.optimizer is not None:
-            moments = [x for state in self.optimizer.state.values() for x in state.values() if x.ndim]
-            copies = [p for group in self.optimizer.param_groups for p in group["params"]]
-            state = without_memory_of([*moments, *copies], weights)
-            self._state_on_host.unload(state) if to_host else self._state_on_host.load()
+            weights = self._offloaded_weights.on_host
+            weights.unload(self.model.parameters()) if to_host else weights.load()
+        if optimizer:
+            state = self._offloaded_state.on_host
+            state.unload(self._optimizer_state()) if to_host else state.load()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of weights and optimizer state that this rank keeps in host memory between calls."""
+        return self._offloaded_weights.on_host.host_bytes + self._offloaded_state.on_host.host_bytes
+
+    @contextmanager
+    def keep_on_device(self) -> Iterator[None]:
+        """A context for several calls, see `Fsdp2Engine.keep_on_device`."""
+        with self._offloaded_weights.kept(), self._offloaded_state.kept():
+            try:
+                yield
+            finally:
+                self._mark_changed()  # by the caller, perhaps
+
+    def _mark_changed(self) -> None:
+        self._offloaded_weights.changed = self._offloaded_state.changed = True
+
+    def _optimizer_state(self) -> list[Tensor]:
+        """Moments and float32 weights of the optimizer, without those that are parts of the model's weights."""
+        if self.optimizer is None:
+            return []
+        moments = [x for state in self.optimizer.state.values() for x in state.values() if x.ndim]
+        copies = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return without_memory_of([*moments, *copies], self.model.parameters())
 
 
 def _apply_to_full_logits(
