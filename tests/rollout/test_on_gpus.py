@@ -51,7 +51,7 @@ def in_own_process(test):
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"{__file__}::{test.__name__}"]
         env = {**os.environ, "IN_OWN_PROCESS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-5000:] + done.stderr[-5000:]
 
     return run
 
