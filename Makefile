@@ -9,7 +9,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults families pretrained browser gpu optional quick lint learn bench peers skyrl bench-peers conformance docs plans site audit sbom clean
+.PHONY: setup setup-all demo demo-text test faults families pretrained browser gpu gpu-bench optional quick lint learn bench peers skyrl bench-peers conformance docs plans site audit sbom clean
 
 setup: $(VENV)/.installed
 
@@ -79,6 +79,10 @@ quick: setup
 # an NVIDIA driver for CUDA 13 (580 or later), and gcc with the headers of Python, with which Triton builds its launcher
 gpu: .venv-gpu/.installed
 	.venv-gpu/bin/python -m pytest -m gpu
+
+# tables of one GPU, in about seven minutes: benchmarks/results/gpu.md
+gpu-bench: .venv-gpu/.installed
+	PYTHON=.venv-gpu/bin/python benchmarks/gpu.sh
 
 .venv-gpu/.installed: setup.cfg pyproject.toml constraints.txt
 	@$(CHECK_PYTHON)

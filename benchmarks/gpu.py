@@ -1,4 +1,5 @@
-"""Tables of one GPU: the output layer beside a matrix product, a step of a 3B with images, copies of its weights.
+"""Tables of one GPU: the output layer beside a matrix product, a step of a 3B with images, copies of its weights, and
+their hand-over to vLLM.
 
     benchmarks/gpu.sh            # writes benchmarks/results/gpu.md
     benchmarks/gpu.sh --small    # tries the script with small sizes, also on a CPU, and prints only
@@ -9,7 +10,9 @@ Models have the published configuration and random weights. **No GPU has run thi
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +21,18 @@ import torch
 from published_configs import qwen_vl
 from transformers import AutoModelForImageTextToText
 
-from rlkit.data import collate
+from rlkit.data import collate, load_task
 from rlkit.data.samples import append_response, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import linear_logprobs, logprobs, token_mean
+from rlkit.rollout import make_rollout
 from rlkit.tracking import peak_flops
+from rlkit.vlm import build_tiny, load_processor
+from rlkit.vlm.loading import load_config
 
 OUT = Path(__file__).parent / "results" / "gpu.md"
+TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -190,7 +197,7 @@ def copies(config: object, workload: tuple[int, int, int, int]) -> str:
 def time_of_copies(engine: object) -> str:
     """Seconds to cast all weights to bfloat16, as for a sampler, and to move weights and optimizer state to the host.
 
-    One GPU has no other rank to gather from, and no sampler takes the weights here.
+    One GPU has no other rank to gather from.
     """
 
     def weights():
@@ -214,6 +221,39 @@ def time_of_copies(engine: object) -> str:
     return table("Copies of all weights", ["what", "GB", "seconds", "GB/s"], rows)
 
 
+def hand_over(config: object) -> str:
+    """Seconds in which vLLM, in this process and with random weights of its own, takes all weights of an engine."""
+    engine = new_engine(config)
+    with tempfile.TemporaryDirectory() as folder:
+        processor = write_without_weights(config, Path(folder))
+        rollout = make_rollout(
+            "vllm", model=folder, processor=processor, load_format="dummy", max_model_len=1024, enforce_eager=True,
+            kv_cache_memory_bytes=256 << 20, gpu_memory_utilization=0.3,
+        )  # fmt: skip
+
+    def update():
+        rollout.update_weights(engine.get_per_tensor_param(dtype=rollout.weight_dtype))
+
+    needed, memory = seconds(update, repeats=3), peak_gib(update)
+    size = rollout.weight_dtype.itemsize * sum(p.numel() for p in engine.module.parameters())
+    rollout.close()
+    rate = f"{size / needed / 1e9:.0f}"
+    row = ["vLLM takes all weights", f"{size / 1e9:.1f}", f"{needed:.2f}", rate, f"{memory:.2f}"]
+    return table("A sampler in the trainer's process", ["what", "GB", "seconds", "GB/s", "peak GiB"], [row])
+
+
+def write_without_weights(config: object, folder: Path) -> object:
+    """Write a model directory without weights, with the tokenizer and processor of the tiny model, which it returns."""
+    build_tiny(folder, load_task("digits").train, warm_up_steps=0)
+    tiny, config = load_config(str(folder)), copy.deepcopy(config)
+    for name in TOKEN_IDS:
+        setattr(config, name, getattr(tiny, name))
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    config.save_pretrained(folder)
+    return load_processor(str(folder))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="small sizes, on any machine; writes nothing")
@@ -234,6 +274,7 @@ def main() -> None:
         lambda: head(64 if small else 16384, heads, matmul),
         lambda: steps(config, workload, peak),
         lambda: copies(config, workload),
+        lambda: hand_over(config),
     ]
     write_each([lambda: title, *tables], None if small else OUT)
 

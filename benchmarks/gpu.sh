@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Tables of one GPU, in about five minutes: benchmarks/results/gpu.md. `benchmarks/gpu.sh --small` tries the script on
-# any machine with small sizes, and prints only.
+# Tables of one GPU, in about seven minutes: benchmarks/results/gpu.md. `benchmarks/gpu.sh --small` tries the script on
+# any machine with small sizes, and prints only. It uses the environment of `make gpu` where there is one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-.venv/bin/python}
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=.venv/bin/python
+    if [ -x .venv-gpu/bin/python ]; then PYTHON=.venv-gpu/bin/python; fi
+fi
 export PYTHONPATH=$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 PYTORCH_ALLOC_CONF=expandable_segments:True
-exec timeout 480 "$PYTHON" benchmarks/gpu.py "$@"
+exec timeout 540 "$PYTHON" benchmarks/gpu.py "$@"

@@ -177,11 +177,14 @@ def kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     try:
         with torch.inference_mode(False), torch.enable_grad():  # the caller may have gradients disabled
-            hidden = torch.ones(2, 16, device=device, dtype=dtype, requires_grad=True)
+            hidden, weight = (torch.ones(2, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
             targets, temperature = torch.zeros(2, device=device, dtype=torch.long), torch.ones(2, 1, device=device)
-            logprobs, *_ = FusedLinearLogprobs.apply(hidden, hidden.detach(), None, targets, temperature, None, 2)
-            logprobs.sum().backward()
-        return bool(torch.isclose(logprobs.detach(), torch.tensor(0.5, device=device).log()).all())
+            logprobs, *_ = FusedLinearLogprobs.apply(hidden, weight, None, targets, temperature, None, 2)
+            _, of_weight = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+        found = torch.cat([logprobs.detach().exp(), of_weight[:, 0].float()])
+        exact = torch.tensor([0.5, 0.5, 1.0, -1.0], device=device)
+        torch.testing.assert_close(found, exact, rtol=1e-2, atol=0)  # gradients are rounded to `dtype`
+        return True
     except Exception as error:  # Triton raises many types of errors, from its compiler and from the driver
         log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
         return False

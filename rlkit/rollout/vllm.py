@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -49,6 +50,7 @@ from rlkit.vlm.processors import QWEN3_OMNI, suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
 SUPPORTED_RANGE = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])  # as pip writes it
+TIMEOUT = timedelta(hours=1)  # of the groups that trainers make, too; NCCL's own are ten minutes
 Request = tuple[Sample, Sampling]
 
 
@@ -202,7 +204,7 @@ class VllmRollout:
         self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:
-        """Free everything; the rollout cannot be used afterwards."""
+        """Free everything; the rollout cannot be used afterwards. A sleeping engine needs its memory for a moment."""
         self._shut_down()
 
     def generate(
@@ -451,8 +453,18 @@ def _clean_up_failed_start(error: Exception) -> None:
 
 
 def _shut_down_engine(llm: Any) -> None:
+    """Shut an engine down, after waking it if it sleeps.
+
+    While it sleeps its memory is unmapped, and vLLM's allocator would unmap it again to free it. That error would stay
+    in the allocator, and no other engine of this process could allocate memory.
+    """
     with _keep_process_groups():
-        llm.llm_engine.engine_core.shutdown()
+        try:
+            if llm.llm_engine.is_sleeping():
+                torch.cuda.empty_cache()  # vLLM cannot use memory that the trainer's allocator caches
+                llm.wake_up()
+        finally:
+            llm.llm_engine.engine_core.shutdown()
 
 
 # vLLM changes torch for the whole process. These two undo it; they are listed in tests/test_house_rules.py.
@@ -479,5 +491,8 @@ def _keep_process_groups() -> Iterator[None]:
 def _tensor_parallel_group(size: int) -> Any:
     """The process group of this rank and its neighbours."""
     ranks = range(dist.get_world_size())
-    groups = {start: dist.new_group(list(ranks[start : start + size])) for start in range(0, len(ranks), size)}
+    groups = {
+        start: dist.new_group(list(ranks[start : start + size]), timeout=TIMEOUT)
+        for start in range(0, len(ranks), size)
+    }
     return groups[dist.get_rank() // size * size]

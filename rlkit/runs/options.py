@@ -174,8 +174,8 @@ class EngineOptions:
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share each sequence (Ulysses), for long sequences. fsdp2 only."""
     micro_batch_tokens: int = 16384
-    """Maximum number of tokens per micro-batch; only a single row may be longer. Affects memory and speed, not the
-    gradient."""
+    """Maximum number of tokens per micro-batch. A longer row is a micro-batch by itself, as are rows that stay
+    together, such as the two of a preference pair. Affects memory and speed, not the gradient."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained weights and of the optimizer state."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -5,42 +5,54 @@ torchrun --nproc-per-node=2 on_gpu_ranks.py MODEL_DIR OUT_DIR cuda  # or cpu, to
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-from rows import make_batch  # noqa: E402
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "rollout")]
+from rows import make_batch, make_samples  # noqa: E402
+from vllm_models import build  # noqa: E402
 
+from rlkit.data import collate  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
-from rlkit.vlm import load_model, load_processor, lora  # noqa: E402
+from rlkit.vlm import load_model, load_processor, lora, quantize_base  # noqa: E402
 
 ROWS = 9  # row 3 is text only, the others have images
 ALONE = {  # the back end and its options
     "fsdp2": ("fsdp2", {}),
     "padded": ("fsdp2", {"use_remove_padding": False}),
     "checkpointed": ("fsdp2", {"enable_gradient_checkpointing": True}),
+    "compiled": ("fsdp2", {"use_torch_compile": True}),
+    "compiled, checkpointed": ("fsdp2", {"use_torch_compile": True, "enable_gradient_checkpointing": True}),
     "offloaded": ("fsdp2", {"offload_between_phases": True}),
     "read in shards": ("fsdp2", {"on_meta": True}),
     "lora": ("fsdp2", {"kind": "lora"}),
+    "lora on 4 bits": ("fsdp2", {"kind": "4 bits"}),
     "value": ("fsdp2", {"kind": "value"}),
+    "experts": ("fsdp2", {"kind": "experts"}),
     "fsdp1": ("fsdp1", {}),
     "megatron": ("megatron", {}),
     "megatron value": ("megatron", {"kind": "value"}),
+    "megatron experts": ("megatron", {"kind": "experts"}),
     "fused": ("fsdp2", {"use_fused_kernels": True}),  # last: Liger's kernels stay in the process
 }
 TWO = {
-    "copies": ("fsdp2", {"fsdp_size": 1}),
+    "copies": ("fsdp2", {"fsdp_size": 1}),  # hybrid sharding whose shards are whole
+    "copies, read in shards": ("fsdp2", {"fsdp_size": 1, "on_meta": True}),
+    "copies lora": ("fsdp2", {"fsdp_size": 1, "kind": "lora"}),
     "tensor": ("fsdp2", {"tensor": 2}),
     "ulysses": ("fsdp2", {"ulysses_sequence_parallel_size": 2}),
     "megatron tensor": ("megatron", {"tensor": 2}),
     "megatron pipeline": ("megatron", {"pipeline": 2}),
     "megatron context": ("megatron", {"context": 2}),
+    "megatron expert": ("megatron", {"expert": 2, "kind": "experts"}),
 }
 FOUR = {  # hybrid sharding: two copies of the weights, each on two ranks
     "hybrid": ("fsdp2", {"fsdp_size": 2}),
@@ -48,6 +60,7 @@ FOUR = {  # hybrid sharding: two copies of the weights, each on two ranks
     "hybrid lora": ("fsdp2", {"fsdp_size": 2, "kind": "lora"}),
 }
 NAMES = {1: ALONE, 2: {**TWO, **ALONE}, 4: FOUR}  # by the number of ranks
+KINDS = ("policy", "lora", "4 bits", "value", "experts")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -78,9 +91,11 @@ def step(engine, batch):
     return [metrics[name] for name in ("loss", "grad_norm", "entropy")]
 
 
-def save_scaled(model_dir, path):
-    """Write the model with larger weights, so that its outputs depend on attention. All ranks call this."""
+def save_models(model_dir, path, experts):
+    """Write the model with larger weights, so that its outputs depend on attention, and one with experts, of text
+    alone. All ranks call this."""
     if dist.get_rank() == 0:
+        build("qwen3_moe", experts)
         model = load_model(model_dir)
         for parameter in model.parameters():
             parameter.data.mul_(3.0 if parameter.ndim > 1 else 1.0)
@@ -90,7 +105,7 @@ def save_scaled(model_dir, path):
 
 
 def load_kind(path, kind, *, on_meta):
-    """The model itself; with adapters that change it; or with a value head that is not all zeros."""
+    """The model itself; with adapters that change it, also above 4 bits; or with a value head that is not all zeros."""
     torch.manual_seed(0)
     if kind == "value":
         model = load_value_model(path, on_meta=on_meta)
@@ -98,20 +113,37 @@ def load_kind(path, kind, *, on_meta):
         head.data.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(3)) / head.shape[1] ** 0.5)
         return model
     model = load_model(path, on_meta=on_meta)
-    if kind == "lora":
+    if kind in ("lora", "4 bits"):
         model = lora(model, 4, 8)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(std=0.05)
+    if kind == "4 bits":
+        quantize_base(model)
     return model
 
 
-def measure(model_dir, out, backend, device, dtype, options):
+def make_rows(processor, kind, rows):
+    """Of experts, text with given choices of them: rounding would change a choice, and with it all that follows."""
+    if kind != "experts":
+        return make_batch(processor, rows=rows)
+    draw = torch.Generator().manual_seed(1)
+    samples = make_samples(processor, sizes=(None,) * 4)
+    routed = [torch.rand(len(s.token_ids) - 1, 2, 4, generator=draw).argsort(-1)[..., :2].short() for s in samples]
+    samples = [replace(s, routed_experts=experts) for s, experts in zip(samples, routed, strict=True)]
+    advantages = torch.randn(ROWS, generator=draw)
+    return collate([samples[i] for i in rows], advantages=advantages[rows])
+
+
+def measure(models, out, backend, device, dtype, options):
     """Logprobs or values [ROWS, T] and three steps; the last two again from a checkpoint, with the engine moved to the
     host and back before each."""
 
     options = dict(options)
     kind, on_meta = options.pop("kind", "policy"), options.pop("on_meta", False)
+    model_dir = models[kind == "experts"]
+    if kind == "experts":
+        options["router_replay"] = True
 
     def new():
         return make_engine(
@@ -123,7 +155,7 @@ def measure(model_dir, out, backend, device, dtype, options):
 
     engine, processor = new(), load_processor(model_dir)
     rows = list(range(ROWS))[engine.data_parallel_rank :: engine.data_parallel_size]
-    all_rows, batch = make_batch(processor), make_batch(processor, rows=rows)
+    all_rows, batch = (make_rows(processor, kind, of) for of in (list(range(ROWS)), rows))
     logprobs = torch.zeros(all_rows.tokens.shape)
     logprobs[rows, : batch.tokens.shape[1]] = engine.infer_batch(batch)[engine.known_outputs[0]]
     logprobs = engine.global_sum(logprobs)
@@ -143,15 +175,16 @@ def measure(model_dir, out, backend, device, dtype, options):
 def main(model_dir, out, device):
     torch.backends.cudnn.allow_tf32 = False  # in the convolution that takes patches
     init_distributed(device)
-    save_scaled(model_dir, scaled := str(out / "scaled"))
-    kinds = {"policy": {}, "lora": {"kind": "lora"}, "value": {"kind": "value"}}
-    all_exact = {name: measure(scaled, out, "fsdp2", "cpu", torch.float32, kind) for name, kind in kinds.items()}
+    models = str(out / "scaled"), str(out / "experts")
+    save_models(model_dir, *models)
+    all_exact = {kind: measure(models, out, "fsdp2", "cpu", torch.float32, {"kind": kind}) for kind in KINDS}
     found = {}
     for name, backend, options, dtype in cases(dist.get_world_size()):
         result, exact = (
-            measure(scaled, out, backend, device, DTYPES[dtype], options),
+            measure(models, out, backend, device, DTYPES[dtype], options),
             all_exact[options.get("kind", "policy")],
         )
+        torch.compiler.reset()  # the next engine has other layers
         if backend == "megatron":
             from megatron.core import parallel_state
 

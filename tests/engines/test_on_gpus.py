@@ -26,7 +26,7 @@ def test_engines_on_gpus_equal_one_on_the_cpu(ranks, tiny_dir, tmp_path):
         pytest.skip(f"needs {ranks} GPUs")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*torchrun, on_gpu_ranks.__file__, tiny_dir, str(tmp_path), "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found.keys() == {f"{name}, {dtype}" for name, *_, dtype in on_gpu_ranks.cases(ranks)}

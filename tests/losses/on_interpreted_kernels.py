@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
@@ -226,7 +227,11 @@ def main(out):
         error(mapped[i][j], linear_logprobs(several[j], weight, targets)[i]) for i in (0, 1) for j in (0, 1)
     )
     with torch.no_grad():
-        found["work"] = [_triton.kernels_work(torch.device("cpu"), x) for x in (torch.float32, torch.float64)]
+        dtypes = torch.float32, torch.bfloat16, torch.float64
+        found["work"] = [_triton.kernels_work(torch.device("cpu"), x) for x in dtypes]
+        for product in (lambda *_: 1 / 0, lambda *_: None):  # one that fails, and one that leaves zeros
+            with mock.patch.object(_triton, "add_product", product):
+                found["work"].append(_triton.kernels_work.__wrapped__(torch.device("cpu"), torch.float32))
     empty = linear_logprobs(hidden[:0], weight, targets[:0])
     found["empty"] = [list(x.shape) for x in empty]
     with open(out, "w") as file:

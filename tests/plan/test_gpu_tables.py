@@ -6,6 +6,9 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
+
+from rlkit.vlm.loading import load_config
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
@@ -38,6 +41,38 @@ def test_one_engine_exists_at_a_time(monkeypatch):
     finally:
         gc.enable()
     assert len(Engine.made) == 5 and set(Engine.alive) == {1}
+
+
+class Sampler:
+    """Remembers what it is started with and what it is sent."""
+
+    weight_dtype = torch.bfloat16
+
+    def __init__(self, backend, *, model, processor, **options):
+        files = {path.name for path in Path(model).iterdir()}
+        assert "config.json" in files and not [name for name in files if name.endswith(".safetensors")]
+        config = load_config(model)
+        assert config.text_config.hidden_size == gpu.small_config().text_config.hidden_size
+        assert config.image_token_id == processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self.started, self.sent, self.closed = (backend, options["load_format"]), [], False
+        Sampler.last = self
+
+    def update_weights(self, weights):
+        assert not self.closed
+        self.sent.append({name: tensor.dtype for name, tensor in weights if tensor.ndim > 1})
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_sampler_without_weights_of_its_own_is_sent_all_of_them(monkeypatch):
+    monkeypatch.setattr(gpu, "make_rollout", Sampler)
+    row = gpu.hand_over(gpu.small_config()).splitlines()[-1]
+    sampler = Sampler.last
+    assert sampler.started == ("vllm", "dummy") and sampler.closed
+    assert len(sampler.sent) == 5 and len(sampler.sent[0]) > 20  # one not counted, three, and one for the peak
+    assert set(sampler.sent[0].values()) == {torch.bfloat16} and "lm_head.weight" not in sampler.sent[0]
+    assert row.startswith("| vLLM takes all weights |") and "nan" not in row
 
 
 def test_a_table_is_written_before_the_next_one_fails(tmp_path, capsys):

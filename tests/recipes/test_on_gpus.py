@@ -1,5 +1,7 @@
-"""Every recipe for two steps in bfloat16 on one GPU: `pytest -m gpu`. Not run yet."""
+"""Every recipe for two steps in bfloat16 on one GPU, some also with vLLM: `pytest -m gpu`. Not run yet."""
 
+import gzip
+import json
 import math
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
+import helpers
 from helpers import RECIPES, rows, run
 from test_two_ranks import CASES
 
@@ -23,20 +26,43 @@ OWN = {  # recipes that the test on two ranks does not have
     "grpo_tools": ["--prompts_per_step", 8, "--group_size", 4],
     "grpo_async": ["--prompts_per_step", 8, "--group_size", 4],
 }
+warm_dir = helpers.warm_dir
 TRAINED = sorted({path.stem for path in RECIPES.glob("*.py")} - {"evaluate"})
+IN_VLLM = ["--rollout", "vllm", "--gpu_memory_utilization", 0.3]
+
+
+def two_steps(recipe, model_dir, out, *more):
+    """What two steps of a recipe logged; its own process is also that of vLLM, which takes one engine."""
+    options = CASES[recipe][1] if recipe in CASES else OWN[recipe]
+    model = [] if recipe in OWN else ["--model", model_dir]  # those two build a tiny model of their own
+    teacher = ["--teacher", model_dir] if recipe == "distill" else []
+    chosen = ["--steps", 2, "--compute_dtype", "bfloat16", "--out", out]
+    run(recipe, *options, *model, *teacher, *chosen, *more, ranks=1)
+    logged = rows(out)
+    assert len(logged) == 2 and all(row["memory/train"] > 0 for row in logged)
+    losses = [x for row in logged for name, x in row.items() if name.rpartition("/")[2] in ("loss", "grad_norm")]
+    assert losses and all(map(math.isfinite, losses))
+    return logged
 
 
 @pytest.mark.parametrize("recipe", TRAINED)
 def test_two_steps(recipe, tiny_dir, tmp_path):
-    options = CASES[recipe][1] if recipe in CASES else OWN[recipe]
-    model = [] if recipe in OWN else ["--model", tiny_dir]  # those two build a tiny model of their own
-    teacher = ["--teacher", tiny_dir] if recipe == "distill" else []
-    chosen = ["--steps", 2, "--compute_dtype", "bfloat16", "--out", tmp_path / "out"]
-    run(recipe, *options, *MORE.get(recipe, []), *model, *teacher, *chosen, ranks=1)
-    logged = rows(tmp_path / "out")
-    assert len(logged) == 2 and all(row["memory/train"] > 0 for row in logged)
-    losses = [x for row in logged for name, x in row.items() if name.rpartition("/")[2] in ("loss", "grad_norm")]
-    assert losses and all(map(math.isfinite, losses))
+    two_steps(recipe, tiny_dir, tmp_path / "out", *MORE.get(recipe, []))
+
+
+@pytest.mark.parametrize("recipe", ["dapo", "distill", "grpo_tools", "grpo_vlm", "ppo"])
+def test_two_steps_with_vllm(recipe, warm_dir, tmp_path):
+    """Both compute the same from an image: the model is trained on images, and all prompts have one."""
+    logged = two_steps(recipe, warm_dir, tmp_path / "out", *IN_VLLM)
+    assert all(row["mismatch/abs_dlogp"] < 0.05 for row in logged)
+
+
+def test_a_profile_has_the_kernels_of_its_step(tiny_dir, tmp_path):
+    two_steps("grpo_vlm", tiny_dir, tmp_path / "out", "--profile_steps", 1)
+    with gzip.open(tmp_path / "out" / "profile" / "step-1-rank-0.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert "phase: train" in {event.get("name") for event in events}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

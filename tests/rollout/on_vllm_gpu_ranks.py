@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from test_on_gpus import PROMPTS, SAMPLING, mean_gap, train  # noqa: E402
+from test_on_gpus import SAMPLING, mean_gap, prompts_with_images, train  # noqa: E402
 
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
@@ -34,7 +34,7 @@ def main(path, out, size, sent, device):
     if sent == "adapters":
         options |= {"enable_lora": True, "max_lora_rank": 8}
     rollout = make_rollout("vllm", engine.gathered, model=path, processor=processor, **options)
-    prompts = PROMPTS[rank::world]
+    prompts = prompts_with_images(processor)[rank::world]
     samples = rollout.generate(prompts, SAMPLING, n=4)
     found = {"start": mean_gap(engine, samples).item(), "groups": [s.group_id for s in samples]}
     rollout.sleep()

@@ -83,13 +83,13 @@ def _set_rng_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
-def use_host_router(mlp: ModuleSpec) -> None:
+def use_plain_router(mlp: ModuleSpec) -> None:
     """Set a router that needs no Transformer Engine in the specification of an MoE layer."""
-    mlp.submodules.router = _HostRouter
+    mlp.submodules.router = _PlainRouter
 
 
-class _HostRouter(TopKRouter):
-    """A router whose logits are a plain matrix product: Megatron 0.16.1 needs Transformer Engine's here."""
+class _PlainRouter(TopKRouter):
+    """A router whose logits are a plain matrix product, on every device: Megatron 0.16.1 needs Transformer Engine's."""
 
     def gating(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight.to(input.dtype))

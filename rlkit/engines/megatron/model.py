@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from rlkit.engines.distributed import TIMEOUT
 from rlkit.engines.megatron.attention import PackedAttention
-from rlkit.engines.megatron.cpu import use_host_router, use_host_token_dispatchers
+from rlkit.engines.megatron.cpu import use_host_token_dispatchers, use_plain_router
 from rlkit.engines.megatron.experts import GroupedExperts
 from rlkit.engines.megatron.supported import ParallelDims, is_moe, padded_vocabulary
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
@@ -288,16 +288,11 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
         _set_experts(spec, config)
         return spec
-    if config.num_moe_experts and device.type == "cuda":
-        raise ValueError(
-            "model: expected transformer_engine for a mixture of experts on a GPU, got none installed; install it or "
-            "use the fsdp2 engine"
-        )
     spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
     _set_experts(spec, config)
     if config.num_moe_experts:
-        use_host_router(layer.mlp)
+        use_plain_router(layer.mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
