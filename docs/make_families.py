@@ -185,6 +185,9 @@ Not supported; each is refused with an error that says why:
 - videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
   with audio input: use fsdp2;
+- videos of families that are not in this table, by the name of their processor: perception_lm, llava_next_video,
+  video_llava, instructblipvideo, minimax_m3_vl, muse_glimmer. Their images were not tested. Use a family with `yes` in
+  that column;
 - rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
 - vLLM: diffllama, with vLLM's own words: "{with_vllm}";
 - vLLM on a CPU:
