@@ -185,6 +185,9 @@ Not supported; each is refused with an error that says why:
 - videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
   with audio input: use fsdp2;
+- videos of families that are not in this table, by the name of their processor: perception_lm, llava_next_video,
+  video_llava, instructblipvideo, minimax_m3_vl, muse_glimmer. Their images were not tested. Use a family with `yes` in
+  that column;
 - rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
 - vLLM: diffllama, with vLLM's own words: "{with_vllm}";
 - vLLM on a CPU:
@@ -339,8 +342,26 @@ Notes:
 - **exaone4_5 with vLLM.** vLLM 0.32 takes it for a model whose vision tower normalizes pixels, and its processor leaves
   that out; logprobs of the tiny model then differ by 0.7. rlkit sets vLLM's `mm_device_do_normalize` to False, also
   in servers that `rlkit.rollout.serve` started; others need it set by hand.
-- **cohere2 with vLLM.** In layers with a sliding window of W, a token attends to itself and to the W - 1 tokens before
-  it in transformers, and to W tokens before it in vLLM 0.32. rlkit has vLLM compute as the trainer, by `hf_overrides`.
+- **cohere2, cohere2_moe with vLLM.** In layers with a sliding window of W, a token attends to itself and to the W - 1
+  tokens before it in transformers, and to W tokens before it in vLLM 0.32. rlkit has vLLM compute as the trainer, by
+  `hf_overrides`.
+- **apertus with vLLM.** vLLM 0.32 keeps the parameters of the activation in bfloat16; in float32 the logprobs of the
+  tiny model differ by 2.5e-3. rlkit registers a class with them in the dtype of the other weights
+  (rlkit/rollout/vllm_apertus.py).
+- **phimoe with vLLM.** vLLM 0.32 knows the name of the class in Microsoft's files, and not that of transformers' class,
+  which an export has: `hf_overrides` names the former.
+- **qwen2_moe with `use_sliding_window`, phimoe with `sliding_window`.** transformers 5.19 applies the window by a mask,
+  and does not hand it to the attention function. The engine reads it from the configuration.
+- **minicpm3, granite, hyperclovax and other families that scale or cap their logits** refuse `--use_fused_kernels`.
+- **hyperclovax_vision_v2** takes images, and its videos are refused: the chat template writes a placeholder for the
+  length of a video, which transformers' processor replaces when it expands the text. vLLM runs transformers' code for
+  this family and leaves out the scale of logits, as it looks for another name; logprobs of the tiny model then differ
+  by 2. rlkit sets that name by `hf_overrides`.
+- **minimax_m3_vl_text** (the text model of MiniMax-M3) attends to blocks that an indexer chooses. Packed rows are
+  refused: "its layers of minimax_m3_sparse are not supported by packed attention".
+- **hrm_text** with `prefix_lm`, the default, is refused: tokens of a prompt attend to later ones.
+- **deepseek_v2, afmoe and hy_v3 with vLLM** need fields of their published configurations that transformers' classes
+  lack, such as `topk_group`, `score_func` and `expert_hidden_dim`.
 - **Videos of InternVL, MiniCPM-V 4.6 and LLaVA-OneVision.** All videos of a row must have the same number of frames, as
   transformers' processors stack them. None writes the times of frames. In the prompt that vLLM reports, frames of
   InternVL consist of the placeholder of videos instead of that of images; rlkit takes both for the same.

@@ -26,7 +26,13 @@ OBSTACLES = {
     "cohere_compass_text": "the rotary frequencies of a head have another order in vLLM than in transformers",
     "bamba": "vLLM has no model of it, and does not run its Mamba layers by transformers' code",
     "jamba": "its kernels for Mamba need a GPU",
-    "minimax_m2": "its routers score experts by a sigmoid, for which vLLM has no kernel for CPUs",
+    **dict.fromkeys(
+        ("laguna", "minimax_m2"), "its routers score experts by a sigmoid, for which vLLM has no kernel for CPUs"
+    ),
+    "mimo_v2_flash": "its values are smaller than its keys, for which vLLM needs Triton, so a GPU",
+    "axk1": "vLLM expects a norm in its layers without experts, which files of transformers do not have",
+    "axk2": "vLLM has no model of it, and does not run its sparse attention by transformers' code",
+    "youtu": "vLLM has no model of it, and does not run its latent attention by transformers' code on a CPU",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
     "kimi_k25": "vLLM reads the configuration and the processor of published files only",
     "ernie4_5_vl_moe": "vLLM reads the configuration and the processor of published files only, by their own code",

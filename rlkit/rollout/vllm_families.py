@@ -27,13 +27,17 @@ TRANSFORMERS_MODELS = ("vllm.model_executor.models.transformers", "rlkit.rollout
 OWN_MODELS = {
     "Mistral4ForCausalLM": "vllm_mistral4",
     "UpdatableGptOssForCausalLM": "vllm_gpt_oss",
+    "ExactApertusForCausalLM": "vllm_apertus",
     "ExactGemma3nForCausalLM": "vllm_gemma3n",
     "ExactGemma3nForConditionalGeneration": "vllm_gemma3n",
 }
 # Overrides of the configuration, by model type; for Mistral Small 4 it is that of its text model. "deepseek_v3" has
 # vLLM use its kernels for multi-head latent attention. vLLM's class of GLM-4.1V reads GLM-4.6V, which it does not know.
+# It knows PhiMoE by the name in published files, and not by that of transformers' class.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral4": {"text_config": {"architectures": ["Mistral4ForCausalLM"], "model_type": "deepseek_v3"}},
+    "apertus": {"architectures": ["ExactApertusForCausalLM"]},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
     "glm46v": {"architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v"},
     "gemma3n": {"architectures": ["ExactGemma3nForConditionalGeneration"]},
     "gemma3n_text": {"architectures": ["ExactGemma3nForCausalLM"]},
@@ -75,9 +79,12 @@ def family_options(model: str, config: Any) -> dict[str, Any]:
     text = config.get_text_config().model_type
     if overrides := OVERRIDES.get("mistral4" if text == "mistral4" else config.model_type):
         options["hf_overrides"] = overrides
-    if config.model_type == "cohere2" and config.sliding_window:
+    if config.model_type in ("cohere2", "cohere2_moe") and config.sliding_window:
         # in vLLM a token attends to `sliding_window` tokens before it, in transformers to one less and itself
         options["hf_overrides"] = {"sliding_window": config.sliding_window - 1}
+    if config.model_type == "hyperclovax_vision_v2":
+        # vLLM runs transformers' code for it, and multiplies logits by what it finds under another name
+        options["hf_overrides"] = {"text_config": {"logit_scale": config.text_config.logits_scaling}}
     if config.model_type == "exaone4_5":
         # vLLM 0.32 takes it for a model whose vision tower normalizes pixels, and has its processor leave that out
         options["mm_device_do_normalize"] = False

@@ -13,6 +13,11 @@ from rlkit.data.lookup import requires_extra
 from rlkit.vlm.families import ENCODERS_WITHOUT_CONFIG, recurrent_layers
 from rlkit.vlm.nf4 import Nf4Linear, weight_counts
 
+# configurations from which modules read probabilities of dropout in each forward
+READ_IN_EACH_FORWARD = frozenset(
+    {"BltLocalEncoderConfig", "BltLocalDecoderConfig", "BltGlobalTransformerConfig", "FalconConfig", "GPTNeoConfig"}
+)
+
 
 def vision_tower_pattern(model: Any) -> str:
     """A regular expression that matches the names of the parameters in a model's vision tower, for `freeze`.
@@ -135,19 +140,20 @@ def disable_dropout(model: nn.Module) -> list[str]:
 
     A policy with dropout is another one in training than in sampling: its ratio and KL are noise. `nn.Dropout` modules
     and the attributes from which transformers' layers read a probability (`attention_dropout`, `drop_prob`,
-    `layerdrop`) are changed. The model's configuration, and so an export, keeps its values; Falcon, BLT and GPT-Neo,
-    which read it in each forward, keep their dropout (0 in published files).
+    `layerdrop`) are changed. The model's configuration, and so an export, keeps its values, except in Falcon, BLT and
+    GPT-Neo, which read it in each forward.
 
     Returns:
         The names of the probabilities that were not 0.
     """
     changed = []
     for path, module in model.named_modules():
-        is_dropout = isinstance(module, nn.Dropout)
-        for name, value in vars(module).items():
-            if isinstance(value, float) and value and (is_dropout or "drop" in name):
-                setattr(module, name, 0.0)
-                changed.append(f"{path}.{name}")
+        config = getattr(module, "config", None)
+        for owner in [module, *([config] if type(config).__name__ in READ_IN_EACH_FORWARD else [])]:
+            for name, value in vars(owner).items():
+                if isinstance(value, float) and value and (isinstance(module, nn.Dropout) or "drop" in name):
+                    setattr(owner, name, 0.0)
+                    changed.append(f"{path}.{name}")
     return changed
 
 

@@ -52,12 +52,14 @@ CHECKPOINT_NAME_FAMILIES = frozenset(
         "ernie4_5_vl_moe",
         "glm5_next",
         "granitemoehybrid",
+        "hy_v3",
         "kimi_k25",
         "kimi_linear",
         "lfm2_vl",
         "nemotron_h",
         "olmo_hybrid",
         "paddleocr_vl",
+        "phimoe",
     }
 )
 # family of a thinker -> that of the whole model, whose files and configuration have the thinker as a part
@@ -108,7 +110,7 @@ RECURRENT_CLASSES = DELTA_RULE_CLASSES | frozenset(
 )
 # classes of transformers in which an indexer chooses, among all tokens of a row, those that a query attends to
 INDEXED_ATTENTION_CLASSES = frozenset(
-    {"DeepseekV32Attention", "Glm5NextTextAttention", "GlmMoeDsaAttention", "Qwen4ExpTextAttention"}
+    {"AXK2Attention", "DeepseekV32Attention", "Glm5NextTextAttention", "GlmMoeDsaAttention", "Qwen4ExpTextAttention"}
 )
 TAKES_PADDING_MASK = frozenset({"Glm5NextTextAttention"})  # [B, T]; the others take a causal mask
 # modality -> the module that encodes it, in families whose encoders have no configuration of their own
@@ -183,6 +185,20 @@ def attention_chunk_size(layer: Any) -> int | None:
     return size if size is not None and config.layer_types[layer.layer_idx] == "chunked_attention" else None
 
 
+def attention_window(layer: Any) -> int | None:
+    """How many tokens a query of a layer with a sliding window attends to, its own included; None for other layers.
+
+    Most classes of transformers 5.19 hand it to the attention function; those of Qwen2-MoE and PhiMoE have it in the
+    mask only, which packed rows do not have.
+
+    Args:
+        layer: an attention module of transformers.
+    """
+    config: Any = getattr(layer, "config", None)
+    window = getattr(config, "sliding_window", None)
+    return window if window and kinds_of_layers(config)[layer.layer_idx] == "sliding_attention" else None
+
+
 def has_attention_temperature(layer: Any) -> bool:
     """Whether this attention module scales its queries by their index in the row: Llama 4's layers without RoPE."""
     return getattr(layer, "attn_temperature_tuning", False) and not layer.use_rope
@@ -197,8 +213,11 @@ def attention_temperature_length(config: Any) -> int | None:
 def attention_cache_numbers(layer: Any) -> int:
     """How many numbers are cached for a token by a layer of attention with this configuration.
 
-    Keys and values; for multi-head latent attention the latent vector and the rotary key.
+    Keys and values; for multi-head latent attention the latent vector and the rotary key, except for MiniCPM3, of which
+    vLLM caches keys, and values padded to their size.
     """
+    if layer.model_type == "minicpm3":
+        return 2 * layer.num_attention_heads * layer.qk_head_dim
     if getattr(layer, "kv_lora_rank", None):
         return layer.kv_lora_rank + layer.qk_rope_head_dim
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
@@ -240,6 +259,8 @@ def bidirectional_obstacle(model: Any) -> str | None:
     text = model.config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) and not has_bidirectional_images_in_windows(model.config):
         return "its config sets use_bidirectional_attention: some tokens attend to later ones"
+    if getattr(text, "prefix_lm", False):
+        return "its config sets prefix_lm: tokens of a prompt attend to later ones, by token_type_ids"
     return None
 
 

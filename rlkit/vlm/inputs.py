@@ -278,6 +278,7 @@ IMAGE_SIZE_KEYS = {
     "gemma4": "image_position_ids",
     "gemma4_unified": "image_position_ids",
     "glm5_next": "image_grid_thw",
+    "hyperclovax_vision_v2": "image_grid_thw",
     "kimi_k25": "image_grid_thw",
     "lfm2_vl": "spatial_shapes",
     "llava_next": "image_sizes",
@@ -319,7 +320,7 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, siz
         return []
     if family in ("gemma4", "gemma4_unified"):
         return _gemma_tokens(sizes, config)
-    if family in ("exaone4_5", "glm5_next"):
+    if family in ("exaone4_5", "glm5_next", "hyperclovax_vision_v2"):
         return (sizes.prod(1) // vision.spatial_merge_size**2).tolist()
     if family == "video_llama_3":
         return _video_llama_tokens(one, kind, sizes)

@@ -35,6 +35,12 @@ UNIFIED = {
     "sliding_window": 3, "layer_types": BOTH, "global_head_dim": 16,
     "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in BOTH},
 }  # fmt: skip
+NO_DROPOUT = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+GRANITE = {
+    "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
+}  # fmt: skip
+GRANITE_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GRANITE_SWA = {"sliding_window": 5, "layer_types": BOTH, "layer_rope_theta": [1e4, 1e3]}
 TEXT = {
     "qwen2": {},
     "qwen2_sliding": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -111,9 +117,7 @@ TEXT = {
         **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "mlp_layer_types": ["dense", "sparse"],
         "head_dim": 4,
     },
-    "granite": {
-        "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
-    },
+    "granite": GRANITE,
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "jamba": {
@@ -128,6 +132,65 @@ TEXT = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phi3": {},
     "starcoder2": {"sliding_window": 5},
+    "qwen2_moe_sliding": {  # its layers, and those of PhiMoE, have windows in the mask only
+        **EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "afmoe": {
+        **ROUTED, "num_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 5,
+        "layer_types": BOTH, "mup_enabled": True,
+    },
+    "arcee": {},
+    "axk1": {
+        **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "head_dim": 4,
+        "first_k_dense_replace": 1,
+    },
+    "axk2": {**DSA, "mlp_layer_types": ["dense", "sparse"], "gated_norm_rank": 8},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2_moe": {
+        **EXPERTS, "sliding_window": 5, "layer_types": BOTH, "logit_scale": 0.5, "num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "cwm": {
+        "sliding_window": 5, "layer_types": BOTH, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "exaone_moe": {
+        **ROUTED, "num_experts": 4, "sliding_window": 5, "layer_types": BOTH, "mlp_layer_types": ["dense", "sparse"],
+    },
+    "gemma": {},
+    "glm": {"partial_rotary_factor": 0.5},
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, **NO_DROPOUT},
+    "gpt_neox": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "granite_swa": {**GRANITE, **GRANITE_SWA},
+    "granitemoe": {**GRANITE, **GRANITE_MOE},
+    "granitemoe_swa": {**GRANITE, **GRANITE_MOE, **GRANITE_SWA, "shared_intermediate_size": 16},
+    "granitemoeshared": {**GRANITE, **GRANITE_MOE, "shared_intermediate_size": 16},
+    "helium": {},
+    "hy_v3": {**EXPERTS, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
+    "hyperclovax": GRANITE,
+    "jais2": {},
+    "laguna": {
+        **EXPERTS, "shared_expert_intermediate_size": 16, "sliding_window": 5, "layer_types": BOTH,
+        "mlp_layer_types": ["dense", "sparse"], "num_attention_heads_per_layer": [4, 4],
+    },
+    "mellum": {**ROUTED, "num_local_experts": 4, "sliding_window": 5, "layer_types": BOTH},
+    "minicpm3": {**LATENT, "q_lora_rank": 8, "head_dim": 4, "dim_model_base": 16, "scale_emb": 2},
+    "ministral": {"sliding_window": 5, "layer_types": BOTH},
+    "nanochat": {"final_logit_softcapping": 0.5},
+    "olmo": {"clip_qkv": 0.5},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
+    "phimoe": {"num_local_experts": 4, "sliding_window": 5, "attention_bias": True, "lm_head_bias": True},
+    "qwen3_5_moe_text": {**ROPE35, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": {**ROPE35, **LINEAR},
+    "solar_open": {**ROUTED, "n_routed_experts": 4},
+    "vaultgemma": {
+        "sliding_window": 5, "layer_types": BOTH, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.5,
+        "query_pre_attn_scalar": 3,
+    },
+    "youtu": {**LATENT, "q_lora_rank": 8, "head_dim": 4},
 }  # fmt: skip
 SMALL_VIT = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
@@ -271,6 +334,13 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         {
             "text_config": {**WORDS, "model_type": "exaone4", "sliding_window": 5, "layer_types": BOTH},
             "vision_config": {**VIT25, "num_key_value_heads": 1}, "video_token_id": VIDEO,
+        },
+        *PATCHES,
+    ),
+    "hyperclovax_vision_v2": (
+        {
+            "text_config": {**BASE, **GRANITE, "model_type": "hyperclovax"},
+            "vision_config": {**VIT25, "model_type": "qwen2_5_vl_vision"}, "video_token_id": VIDEO,
         },
         *PATCHES,
     ),

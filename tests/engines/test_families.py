@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaModel, LlamaPreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_configs import BASE, IMAGE, LINEAR, REFUSED, SIGLIP, TEXT, VIDEO, VISION
+from family_configs import BASE, IMAGE, REFUSED, SIGLIP, TEXT, VIDEO, VISION
 
 from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
@@ -40,10 +40,11 @@ LEFT_GRADIENT_IS_NAN = {
 }  # transformers divides by the deviation of a row of zeros; outputs are right
 RECURRENT = [
     "qwen3_5_text", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
-    "qwen3_next", "bamba", "jamba",
+    "qwen3_next", "bamba", "jamba", "qwen3_5_moe_text",
 ]  # fmt: skip
 RECURRENT_VISION = ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6"]
-INDEXED = ["deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"]  # an indexer chooses which tokens of a row are attended to
+# an indexer chooses which tokens of a row are attended to
+INDEXED = ["axk2", "deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"]
 INDEXED_VISION = ["glm5_next", "qwen4_exp"]
 
 
@@ -248,7 +249,7 @@ def after(before):
 @pytest.mark.parametrize("family", [*RECURRENT, *INDEXED])
 def test_no_state_comes_from_the_sequence_before(family):
     """Logprobs and gradients of a sequence are the same whatever precedes it in the packed row."""
-    model = text_model(family, TEXT.get(family, LINEAR))
+    model = text_model(family, TEXT[family])
     model.get_input_embeddings().weight.requires_grad_()
     use_packed_attention(model)
     (logprobs, expected), *others = (
@@ -263,7 +264,7 @@ def test_no_state_comes_from_the_sequence_before(family):
 @pytest.mark.parametrize("family", RECURRENT)
 def test_transformers_alone_leaks_state_on_a_cpu(family):
     """Its plain-torch layers ignore the boundaries; if that changes, rows need not be split for them any more."""
-    model = text_model(family, TEXT.get(family, LINEAR))
+    model = text_model(family, TEXT[family])
     rows_before = torch.tensor([[5, 6, 7, 30, 31, 32, 33]]), torch.tensor([[9, 8, 4, 30, 31, 32, 33]])
     boundaries = torch.tensor([0, 3, 7], dtype=torch.int32)
     options = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "seq_idx": torch.tensor([[0] * 3 + [1] * 4])}
@@ -371,6 +372,8 @@ def test_prefix_attention_and_bidirectional_text_are_refused():
     bidirectional = text_model("gemma3_text", {"use_bidirectional_attention": True})
     with pytest.raises(ValueError, match="got gemma3_text: its config sets use_bidirectional_attention"):
         use_packed_attention(bidirectional, packed=True)
+    with pytest.raises(ValueError, match="got hrm_text: its config sets prefix_lm"):
+        use_packed_attention(text_model("hrm_text", {"num_layers_per_stack": 1}), packed=True)
 
 
 def test_a_mask_beyond_causal_is_refused_for_packed_rows():
@@ -421,6 +424,15 @@ def test_a_model_whose_attention_cannot_be_set_is_refused():
     model = OwnLlama(AutoConfig.for_model("llama", **BASE))
     with pytest.raises(ValueError, match="for llama, .*: its attention does not go through"):
         use_packed_attention(model, packed=True)
+
+
+@pytest.mark.parametrize("family", TEXT)
+def test_logits_are_those_of_the_output_layer_where_fused_kernels_are_allowed(family):
+    """Fused kernels compute logits from the output layer's inputs and its weight."""
+    model, outputs = text_model(family, TEXT[family], "eager"), []
+    model.get_output_embeddings().register_forward_hook(lambda module, args, output: outputs.append(output))
+    logits = model(torch.tensor([[5, 6, 7]]), use_cache=False).logits
+    assert head_obstacle(model.config) or torch.equal(logits, outputs[0])
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def of_each_rank(results, name, ranks=2):
 def test_family_equals_one_sequence_at_a_time(results, family):
     atol = 4e-4 if family == "gemma3n" else 2e-5  # its vision tower has 80 blocks
     for errors in of_each_rank(results, f"family/{family}"):
-        assert len(errors) > 15 and all(error < atol for error in errors)
+        assert len(errors) > 14 and all(error < atol for error in errors)
 
 
 def test_what_cannot_be_shared_is_an_error_on_every_rank(results):

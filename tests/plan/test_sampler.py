@@ -90,7 +90,7 @@ def test_vllm_takes_memory_for_a_batch_of_prompts_and_for_logits(config):
 
 def family_config(family, **more):
     options = dict(VISION[family][0] if family in VISION else {**BASE, **TEXT[family]})
-    kind = {"qwen2_sliding": "qwen2"}.get(family) or options.pop("model_type", family)
+    kind = options.pop("model_type", family.removesuffix("_sliding"))
     return AutoConfig.for_model(kind, **options, **more)
 
 

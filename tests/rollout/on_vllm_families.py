@@ -95,6 +95,20 @@ MORE["mistral4"] = {
         "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
     },
 }  # fmt: skip
+# what published configs say and transformers' classes do not, and sizes that vLLM has on a CPU
+MORE |= {
+    "afmoe": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1, "route_norm": True},
+    "cwm": {"bos_token_id": 1},
+    "deepseek_v2": {**LATENT, "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1},
+    "gpt_neox": {"num_key_value_heads": 2},  # it has as many as heads, whatever its configuration says; so has OPT
+    "granitemoe_swa": {"shared_intermediate_size": 96},
+    "granitemoeshared": {"shared_intermediate_size": 96},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 96, "route_norm": True, "qk_norm": True},
+    "minicpm3": {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "num_key_value_heads": 2, "head_dim": 16},
+    **dict.fromkeys(("nanochat", "vaultgemma"), {"final_logit_softcapping": 15.0}),
+    "opt": {"word_embed_proj_dim": 64, "num_key_value_heads": 2},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), DELTA),
+}  # fmt: skip
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4, 6, 6], "mini": [4, 2, 2]}

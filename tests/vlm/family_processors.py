@@ -88,6 +88,12 @@ def exaone4_5():
     return transformers.Exaone4_5_Processor(images, with_videos(t, "<|video_pad|>"), videos)
 
 
+def hyperclovax_vision_v2():
+    t = tokenizer("<|image_pad|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
+    images = transformers.Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    return transformers.HyperCLOVAXVisionV2Processor(images, t, transformers.Qwen2VLVideoProcessor(patch_size=4))
+
+
 def video_llama_3():
     t = tokenizer("<|image_pad|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
     images = transformers.VideoLlama3ImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 512})
@@ -315,7 +321,7 @@ FAMILIES = {
     "glm5_next": lambda: glm4v("Glm5Next"),
     "ernie4_5_vl_moe": ernie4_5_vl_moe,
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3, gemma3n)},
-    **{make.__name__: make for make in (llava_next, llava_onevision, exaone4_5, video_llama_3)},
+    **{make.__name__: make for make in (llava_next, llava_onevision, exaone4_5, hyperclovax_vision_v2, video_llama_3)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
     "gemma4_unified": lambda: gemma4("Gemma4Unified"),
     "mistral4": mistral3,
@@ -325,6 +331,7 @@ SIZED = (
     "gemma4",
     "gemma4_unified",
     "glm5_next",
+    "hyperclovax_vision_v2",
     "kimi_k25",
     "lfm2_vl",
     "llava_next",

@@ -11,11 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import test_families
-from family_configs import TEXT, VISION
+from family_configs import BASE, REFUSED, TEXT, VISION
 
 from rlkit.vlm import (
     audio_tower_pattern,
@@ -91,6 +92,27 @@ def test_disable_dropout(family, options, count):
     assert [getattr(model.config, name) for name in options] == [0.5] * len(options)  # what an export says
 
 
+FALCON = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+DROPOUTS = {"attention_dropout": 0.5, "hidden_dropout": 0.5, "resid_dropout": 0.5, "embed_dropout": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(("falcon", {**FALCON, "parallel_attn": parallel}) for parallel in (True, False)),
+        ("gpt_neo", {**BASE, **REFUSED["gpt_neo"][0]}),
+    ],
+)
+def test_disable_dropout_where_layers_read_the_configuration_in_each_forward(family, options):
+    config = AutoConfig.for_model(family, **options, **DROPOUTS)
+    model = test_families.seeded(lambda: AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    ids = torch.arange(3, 15)[None]
+    expected = model(ids).logits
+    model.train()
+    assert disable_dropout(model) and disable_dropout(model) == []
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
 def test_freeze_by_name(model):
     (name,) = freeze(model, r"^model\.language_model\.norm\.weight$")
     assert name == "model.language_model.norm.weight" and name not in trained(model)
@@ -102,7 +124,7 @@ TOWERS = {  # family -> what encodes images and, in families that hear, audios
         ["model.vision_tower"],
     ),
     **dict.fromkeys(("ernie4_5_vl_moe", "llava_next", "llava_onevision"), ["model.vision_tower"]),
-    **dict.fromkeys(("smolvlm", "idefics3", "video_llama_3"), ["model.vision_model"]),
+    **dict.fromkeys(("smolvlm", "idefics3", "video_llama_3", "hyperclovax_vision_v2"), ["model.vision_model"]),
     **dict.fromkeys(("gemma3n", "gemma4"), ["model.vision_tower", "model.audio_tower"]),
     "gemma4_unified": ["model.embed_vision", "model.embed_audio"],
     "llama4": ["vision_model"],

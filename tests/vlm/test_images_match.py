@@ -23,7 +23,7 @@ from rlkit.vlm import encode_prompt
 from rlkit.vlm.families import tokens_of_tiled_image
 from rlkit.vlm.inputs import IMAGE_SIZE_KEYS, check_image_tokens, position_ids, position_spec
 
-PLAIN_GRIDS = ["exaone4_5", "glm5_next", "video_llama_3"]  # grids without 3D position ids
+PLAIN_GRIDS = ["exaone4_5", "glm5_next", "hyperclovax_vision_v2", "video_llama_3"]  # grids without 3D position ids
 GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and family not in PLAIN_GRIDS]
 SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "paddleocr_vl"]
 SIZES += PLAIN_GRIDS

@@ -31,6 +31,7 @@ from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_to
 from rlkit.vlm.families import (
     NO_ATTENTION_INTERFACE,
     attention_chunk_size,
+    attention_window,
     has_attention_temperature,
     indexed_attention_layers,
 )
@@ -150,8 +151,8 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: query [B, H, N, D] -> [B, N, H, D]; B = 1 for a packed row."""
-    chunk = attention_chunk_size(module)
-    options = AttentionOptions(scaling, sliding_window, chunk, dropout, softcap, sinks=s_aux)
+    window = attention_window(module) if sliding_window is None else sliding_window
+    options = AttentionOptions(scaling, window, attention_chunk_size(module), dropout, softcap, sinks=s_aux)
     if packed_layout is None:
         return _padded_attention(module, query, key, value, attention_mask, options, **kwargs), None
     _check_packable(module, query, key, attention_mask, kwargs)

@@ -144,7 +144,7 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
         rows, columns = (side**config.merger_times * before for side, before in kernels)
         pixels = torch.zeros(1, vision.num_channels, vision.patch_size, rows * columns * vision.patch_size)
         return {"pixel_values": pixels, "target_sizes": torch.tensor([[rows, columns]], dtype=torch.int32)}
-    if family in ("exaone4_5", "glm5_next"):
+    if family in ("exaone4_5", "glm5_next", "hyperclovax_vision_v2"):
         side = vision.spatial_merge_size
         pixels = torch.zeros(side**2, numbers_per_patch(vision))
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
