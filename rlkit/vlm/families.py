@@ -115,14 +115,9 @@ TAKES_PADDING_MASK = frozenset({"Glm5NextTextAttention"})  # [B, T]; the others 
 ENCODERS_WITHOUT_CONFIG = {"gemma4_unified": {"vision": "model.embed_vision", "audio": "model.embed_audio"}}
 NO_ATTENTION_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # of logits
-LOGIT_TRANSFORMS = (
-    *SOFT_CAPS,
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier",
-    "unpadded_vocab_size",
-)
+# factors of logits; in configs, and in the modules that apply them
+LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+LOGIT_TRANSFORMS = (*SOFT_CAPS, *LOGIT_SCALES, "unpadded_vocab_size")
 
 
 def checkpoint_name(family: str, name: str) -> str:
