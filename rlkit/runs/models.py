@@ -390,7 +390,9 @@ def shared_options(cfg: EngineOptions, processor: Any, config: Any) -> dict[str,
     Args:
         config: of the model.
     """
-    sequence_parallel, longest = cfg.ulysses_sequence_parallel_size, longest_row(cfg)
+    sequence_parallel, longest = cfg.ulysses_sequence_parallel_size, None
+    if original_length(config) is not None and cfg.engine != "megatron":  # which refuses a model with LongRoPE by name
+        longest = longest_row(cfg)
     return {
         "processor": processor,
         "micro_batch_tokens": cfg.micro_batch_tokens,
@@ -401,7 +403,7 @@ def shared_options(cfg: EngineOptions, processor: Any, config: Any) -> dict[str,
         **({"use_torch_compile": True} if cfg.use_torch_compile else {}),
         **({"offload_between_phases": True} if cfg.offload_between_phases else {}),
         **({"ulysses_sequence_parallel_size": sequence_parallel} if sequence_parallel > 1 else {}),
-        **({"longest_sequence": longest} if longest and original_length(config) is not None else {}),
+        **({"longest_sequence": longest} if longest else {}),
         **cfg.parallel,
     }
 

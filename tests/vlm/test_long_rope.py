@@ -1,6 +1,7 @@
 """LongRoPE: a run has one set of factors, in rows of any length, in the trainer and in every sampling back end."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,7 +51,12 @@ def rows_of(lengths):
 
 @pytest.mark.parametrize(
     ("longest", "factors", "lengths"),
-    [(None, "short_factor", [20, 32]), (32, "short_factor", [32, 33]), (33, "long_factor", [20, 40])],
+    [
+        (None, "short_factor", [20, 32]),
+        (32, "short_factor", [32, 33]),
+        (33, "long_factor", [10, 20]),
+        (33, "long_factor", [20, 40]),
+    ],
 )
 @pytest.mark.parametrize("way", [*WAYS, LEFT])
 def test_rows_of_all_lengths_have_the_factors_of_the_run(way, longest, factors, lengths):
@@ -110,7 +116,8 @@ def test_a_model_whose_factors_cannot_be_fixed_is_refused():
 def test_options_of_recipes_say_how_long_sequences_become(recipe, options, longest, context):
     cfg, config = parse_options(load(recipe).Config, "", options.split()), phi3().config
     assert shared_options(cfg, None, config).get("longest_sequence") == longest
-    assert "longest_sequence" not in shared_options(cfg, None, text_model("llama", {}).config)
+    others = [(cfg, text_model("llama", {}).config), (replace(cfg, engine="megatron"), config)]
+    assert not any("longest_sequence" in shared_options(options, None, model) for options, model in others)
     engine = SimpleNamespace(config=config, longest_sequence=longest)
     assert context_length(engine, SimpleNamespace()) == context
     if recipe != "evaluate":
