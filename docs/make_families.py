@@ -196,8 +196,8 @@ Not supported; each is refused with an error that says why:
   ("{image_attention}"). Some of vLLM's attention
   back ends for GPUs have such attention, so they are not refused there; this was not tested;
 - vLLM on a GPU: updates of the weights of gpt_oss;
-- prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
-  (dynamic, longrope).
+- prefix attention (PaliGemma), and RoPE in which sequences of one forward pass would affect each other (dynamic). Of
+  LongRoPE (Phi-3, MiniCPM) a run has one set of factors: [sampling](sampling.md#longrope).
 
 Files of weights, as repositories publish them (`python -m rlkit.doctor --model DIR` names what a run would refuse):
 

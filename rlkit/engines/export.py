@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rlkit.engines.checkpoint import first_problem, replace_directory
 from rlkit.engines.value_head import as_classifier, has_value_head
-from rlkit.vlm.checkpoint_weights import checkpoint_buffers, converted_together
-from rlkit.vlm.families import WHOLE_MODELS, checkpoint_name
+from rlkit.vlm.checkpoint_weights import as_in_files, checkpoint_buffers, converted_together
+from rlkit.vlm.families import WHOLE_MODELS
 from rlkit.vlm.loading import whole_config
 
 FILE_BYTES = 2 << 30  # most in one file of weights, and most that rank 0 holds on the host
@@ -53,8 +53,6 @@ def export_hf(
     Raises:
         ExportNotWritten: on all ranks; the directory that was there before is intact.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     saved, renamed = (_empty_copy(model, dtype) if dtype else model), dict[str, str]()
     if has_value_head(model):
         saved, renamed = as_classifier(saved, getattr(processor, "tokenizer", processor))
@@ -66,8 +64,8 @@ def export_hf(
         if processor is not None:
             processor.save_pretrained(part)
         groups = converted_together(model, weights)
-        pieces = (piece for group in groups for piece in revert_weight_conversion(model, group).items())
-        named = ((checkpoint_name(model.config.model_type, renamed.get(name, name)), x) for name, x in pieces)
+        pieces = (piece for group in groups for piece in as_in_files(model, group))
+        named = ((renamed.get(name, name), x) for name, x in pieces)
         on_host = ((name, x.to("cpu", dtype if x.is_floating_point() else None)) for name, x in named)
         buffers = ((name, x.cpu()) for name, x in checkpoint_buffers(model))
         _write_weights(part, chain(on_host, buffers))

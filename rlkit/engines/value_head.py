@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rlkit.data.samples import Batch
-from rlkit.vlm.families import SOFT_CAPS
+from rlkit.vlm.families import LOGIT_SCALES, SOFT_CAPS
 from rlkit.vlm.loading import empty_model, load_config, load_model, model_path, read_pretrained
 from rlkit.vlm.weight_files import check_trainable, weight_files
 
@@ -55,7 +55,8 @@ def with_value_head(model: Any) -> Any:
 
     Returns:
         The model. Its embeddings are no longer tied to the output layer and keep their values, its values are not
-        soft-capped, and its config has `value_head`, by which `load_value_model` recognises an export.
+        soft-capped or scaled as logits are, and its config has `value_head`, by which `load_value_model` recognises an
+        export.
 
     Raises:
         ValueError: a model without an output layer.
@@ -66,14 +67,27 @@ def with_value_head(model: Any) -> Any:
         raise ValueError(f"model: expected a causal LM or VLM, got {type(base).__name__}, which has no output layer")
     device = "cpu" if old.weight.is_meta else old.weight.device  # the head has its values even if weights are not read
     head = ValueHead(old.in_features, device)
-    for config in {id(c): c for c in (base.config, base.config.get_text_config())}.values():
+    for config in (base.config, base.config.get_text_config()):
         config.tie_word_embeddings = False  # otherwise `tie_weights` would replace the head by the embedding
-        for name in SOFT_CAPS:
-            if getattr(config, name, None) is not None:
-                setattr(config, name, NO_CAP)
+    _undo_logit_transforms(base)
     base.set_output_embeddings(head)
     base.config.value_head = True
     return model
+
+
+def _undo_logit_transforms(model: Any) -> None:
+    """Have a model return what its output layer computes, as a classifier does: without soft cap and scale of logits.
+
+    Configs say what they are; Cohere's models and the body of Falcon-H1 have copied it.
+    """
+    text = model.config.get_text_config()
+    if text.model_type == "minicpm3":  # its scale is hidden_size / dim_model_base, of the hidden states
+        text.dim_model_base = text.hidden_size
+    for place in (model.config, text, model, model.base_model):
+        for names, neutral in ((SOFT_CAPS, NO_CAP), (LOGIT_SCALES, 1.0)):
+            for name in names:
+                if getattr(place, name, None) not in (None, neutral):
+                    setattr(place, name, neutral)
 
 
 def has_value_head(model: Any) -> bool:

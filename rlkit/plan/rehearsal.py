@@ -266,7 +266,7 @@ def _options(cfg: Any, config: Any) -> dict[str, Any]:
     """Engine options as on a GPU, but not compiled. Any suppressed token id will do: only shapes matter."""
     cfg = replace(cfg, use_torch_compile=False)
     suppressed = {"suppressed_token_ids": torch.tensor([0])} if has_vision(config) else {}
-    return {"device": "cpu", "compute_dtype": torch.bfloat16, **shared_options(cfg, None), **suppressed}
+    return {"device": "cpu", "compute_dtype": torch.bfloat16, **shared_options(cfg, None, config), **suppressed}
 
 
 def _model_size(module: torch.nn.Module) -> ModelSize:

@@ -46,6 +46,7 @@ from rlkit.rollout.vllm_requests import (
     vllm_video_options,
 )
 from rlkit.vlm.loading import thinker_config
+from rlkit.vlm.long_rope import original_length
 from rlkit.vlm.processors import QWEN3_OMNI, suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
@@ -61,7 +62,9 @@ class VllmRollout:
         model: directory or hub id; its weights are used until the first `update_weights`.
         processor: the trainer's, for decoding.
         tensor_parallel_size: neighbouring ranks that share one engine, which generates for all of them.
-        max_model_len: longest sequence; by default that of the model's config.
+        max_model_len: longest sequence; by default that of the model's config, of a model with LongRoPE the one for
+            short factors. With more, vLLM has long factors at every position; give the engine that trains the same
+            `longest_sequence`, see rlkit.vlm.long_rope.
         gpu_memory_utilization: share of a GPU's memory for the engine's weights and cache together.
         dtype: of its weights and cache; by default that of the trainer, bfloat16 on a GPU and float32 on a CPU.
         trust_remote_code: allow code from the model's repository to run.
@@ -104,6 +107,7 @@ class VllmRollout:
             )
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
         of_family = family_options(model, config)
+        max_model_len = max_model_len or original_length(config)
         if self.on_gpu:
             dtype, options = dtype or "bfloat16", with_family_options(of_family, options)
         else:

@@ -18,6 +18,7 @@ from rlkit.runs.sampling import Prompts, encode_share, encoder_for
 from rlkit.runs.totals import totals
 from rlkit.tracking import Run
 from rlkit.vlm import encode_answers, encode_chat
+from rlkit.vlm.long_rope import context_length
 
 RowEncoder = Callable[[Iterable[tuple[int, Any]]], "GivenAnswers"]
 
@@ -71,7 +72,7 @@ def chat_encoder(cfg: GivenAnswerOptions, run: Run, path: str, processor: Any, e
 
 
 def _most_tokens(cfg: GivenAnswerOptions, engine: Any) -> int:
-    return cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
+    return cfg.max_tokens or context_length(engine.config)
 
 
 def _given_answers(rows: Sequence[tuple[Sample, list[Sample]]], skipped: list[str]) -> GivenAnswers:

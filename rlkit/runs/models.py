@@ -22,7 +22,7 @@ from rlkit.runs.command_line import option_value
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.options import AdapterOptions, EngineOptions, OptimizerOptions, TrainingOptions
 from rlkit.runs.rollouts import recorded
-from rlkit.runs.vllm_options import vllm_options
+from rlkit.runs.vllm_options import longest_row, vllm_options
 from rlkit.tracking import Run
 from rlkit.vlm import (
     audio_tower_pattern,
@@ -40,6 +40,7 @@ from rlkit.vlm import (
 from rlkit.vlm.chat_template import check_template_options
 from rlkit.vlm.checkpoint_weights import adapter_parameters
 from rlkit.vlm.loading import load_config, model_path
+from rlkit.vlm.long_rope import has_long_factors, original_length
 from rlkit.vlm.model_config import is_config_file, write_model
 from rlkit.vlm.processors import check_vocabulary
 
@@ -128,7 +129,8 @@ def build_value_engine(
 
     def build(model: Any) -> Any:
         model, peak = trained_part(cfg, model, head=True), cfg.lr if lr is None else lr
-        return training_engine(cfg, "value_model", model, peak, optimizer_steps, **shared_options(cfg, processor))
+        options = shared_options(cfg, processor, model.config)
+        return training_engine(cfg, "value_model", model, peak, optimizer_steps, **options)
 
     return recorded(cfg, _built_from_shards(cfg, load_value_model, path, getattr(torch, cfg.dtype), build))
 
@@ -211,6 +213,8 @@ def build_rollout(
         options: options of the rollout class; `--rollout_options` override them.
     """
     if cfg.rollout == "vllm":
+        if longest := getattr(engine, "longest_sequence", None):
+            options["max_model_len"] = longest
         options |= vllm_options(cfg, [engine, *beside])
     utilization = cfg.gpu_memory_utilization or DEFAULT_UTILIZATION
     options = {
@@ -229,7 +233,34 @@ def build_rollout(
         **options,
     )
     check_rollout_takes_adapters(cfg, engine, rollout)
+    check_rope_factors(cfg, engine, rollout)
     return rollout
+
+
+def check_rope_factors(cfg: Any, engine: Any, rollout: Any) -> None:
+    """Raise a ValueError unless the sampling back end gives a model with LongRoPE the factors that the trainer does.
+
+    vLLM has long factors if its longest sequence is longer than the short ones are for. SGLang, which chooses for each
+    batch of tokens, has short factors as long as all sequences are short. See rlkit.vlm.long_rope.
+    """
+    config = getattr(engine, "config", None)
+    if config is None or (original := original_length(config)) is None:
+        return
+    longest = getattr(engine, "longest_sequence", None)
+    is_long, sampled = has_long_factors(config, longest), getattr(rollout, "max_model_len", None)
+    if cfg.rollout == "sglang":
+        if is_long:
+            raise ValueError(
+                f"rollout: expected vllm, vllm_server or hf for sequences of {longest} tokens of {config.model_type}, "
+                f"got sglang, whose LongRoPE depends on the batch beyond {original} tokens"
+            )
+    elif sampled is not None and has_long_factors(config, sampled) != is_long:
+        there, here, most = ("short", "long", "more than") if is_long else ("long", "short", "at most")
+        raise ValueError(
+            f"max_model_len: expected {most} {original} in the sampler, got {sampled}: {config.model_type} has {there} "
+            f"LongRoPE factors there and {here} ones in the trainer, because of sequences of up to "
+            f"{longest or 'an unknown number of'} tokens (--max_prompt_tokens + --max_new_tokens)"
+        )
 
 
 def check_rollout_takes_adapters(cfg: Any, engine: Any, rollout: Any) -> None:
@@ -359,9 +390,15 @@ def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
     return model
 
 
-def shared_options(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
-    """Options that all engines of a run share."""
-    sequence_parallel = cfg.ulysses_sequence_parallel_size
+def shared_options(cfg: EngineOptions, processor: Any, config: Any) -> dict[str, Any]:
+    """Options that all engines of a run share.
+
+    Args:
+        config: of the model.
+    """
+    sequence_parallel, longest = cfg.ulysses_sequence_parallel_size, None
+    if original_length(config) is not None and cfg.engine != "megatron":  # which refuses a model with LongRoPE by name
+        longest = longest_row(cfg)
     return {
         "processor": processor,
         "micro_batch_tokens": cfg.micro_batch_tokens,
@@ -372,13 +409,14 @@ def shared_options(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
         **({"use_torch_compile": True} if cfg.use_torch_compile else {}),
         **({"offload_between_phases": True} if cfg.offload_between_phases else {}),
         **({"ulysses_sequence_parallel_size": sequence_parallel} if sequence_parallel > 1 else {}),
+        **({"longest_sequence": longest} if longest else {}),
         **cfg.parallel,
     }
 
 
 def scoring_options(cfg: EngineOptions, model: Any, processor: Any) -> dict[str, Any]:
     """`shared_options`, plus those of the sampling distribution if the options have a temperature."""
-    options = shared_options(cfg, processor)
+    options = shared_options(cfg, processor, model.config)
     if not hasattr(cfg, "temperature"):
         return options
     suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))

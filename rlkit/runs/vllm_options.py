@@ -55,8 +55,14 @@ def length_flags(cfg: Any) -> list[str]:
 
 def longest_sequence(cfg: Any) -> int | None:
     """Largest number of tokens of a prompt and its answer together; None if only the model's context limits them."""
-    prompt, answer = getattr(cfg, "max_prompt_tokens", 0), longest_answer(cfg)
-    return prompt + answer if prompt and answer else None
+    prompt = getattr(cfg, "max_prompt_tokens", 0)
+    answer = longest_answer(cfg) if prompt else 0
+    return prompt + answer if answer else None
+
+
+def longest_row(cfg: Any) -> int | None:
+    """Largest number of tokens of a row, sampled or given; None if only the model's context limits them."""
+    return longest_sequence(cfg) or getattr(cfg, "max_tokens", 0) or None
 
 
 def longest_answer(cfg: Any) -> int:

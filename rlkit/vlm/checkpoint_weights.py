@@ -241,6 +241,21 @@ def _layers_together(parameters: Iterable[tuple[str, Tensor]], layer: str) -> It
         yield group
 
 
+def as_in_files(model: Any, group: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """The tensors of the family's published checkpoint files, by their names there, that a group becomes.
+
+    Args:
+        model: from transformers.
+        group: of `converted_together`.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    family, pieces = model.config.model_type, revert_weight_conversion(model, group)
+    if family in TRANSPOSED_EXPERTS:  # transformers reads both layouts, and writes its own
+        pieces = {name: x.mT.contiguous() if ".mlp.experts." in name else x for name, x in pieces.items()}
+    return [(checkpoint_name(family, name), x) for name, x in pieces.items()]
+
+
 def checkpoint_parameters(
     model: Any, parameters: Iterable[tuple[str, Tensor]], renamed: dict[str, str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -255,27 +270,22 @@ def checkpoint_parameters(
             converts a model again and again passes the same dictionary: it is filled in the first call, and spares the
             others the search for each name, half a second for 700 tensors.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     family, renamed = model.config.model_type, {} if renamed is None else renamed
     for group in converted_together(model, parameters):
         if len(group) == 1 and (file_name := renamed.get(next(iter(group)))) is not None:
             yield file_name, group.popitem()[1]
             continue
-        pieces = list(revert_weight_conversion(model, group).items())
+        pieces = as_in_files(model, group)
         is_one = len(group) == 1
         name, tensor = group.popitem()
-        if family in TRANSPOSED_EXPERTS and ".mlp.experts." in name:  # transformers reads both layouts, writes its own
-            pieces = [(name, tensor.transpose(1, 2).contiguous())]
-        elif is_one and len(pieces) == 1 and pieces[0][1] is tensor:
-            pieces = [(pieces[0][0] if family in CHECKPOINT_NAME_FAMILIES else name, tensor)]
-            renamed[name] = checkpoint_name(family, pieces[0][0])
+        if is_one and len(pieces) == 1 and pieces[0][1] is tensor:
+            if family not in CHECKPOINT_NAME_FAMILIES:
+                pieces = [(checkpoint_name(family, name), tensor)]
+            renamed[name] = pieces[0][0]
         del tensor
         group.clear()
         while pieces:
-            name, piece = pieces.pop(0)
-            yield checkpoint_name(family, name), piece
-            del piece
+            yield pieces.pop(0)
 
 
 def checkpoint_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:

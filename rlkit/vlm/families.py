@@ -117,14 +117,9 @@ TAKES_PADDING_MASK = frozenset({"Glm5NextTextAttention"})  # [B, T]; the others 
 ENCODERS_WITHOUT_CONFIG = {"gemma4_unified": {"vision": "model.embed_vision", "audio": "model.embed_audio"}}
 NO_ATTENTION_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # of logits
-LOGIT_TRANSFORMS = (
-    *SOFT_CAPS,
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier",
-    "unpadded_vocab_size",
-)
+# factors of logits; in configs, and in the modules that apply them
+LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+LOGIT_TRANSFORMS = (*SOFT_CAPS, *LOGIT_SCALES, "unpadded_vocab_size")
 
 
 def checkpoint_name(family: str, name: str) -> str:
@@ -282,7 +277,7 @@ def has_bidirectional_images(config: Any) -> bool:
 def length_dependent_rope(config: Any) -> tuple[str, int] | None:
     """RoPE whose frequencies depend on the longest sequence in a forward: (rope type, longest length without effect).
 
-    None for other kinds of RoPE.
+    None for other kinds of RoPE. Of "longrope" an engine fixes the frequencies, see rlkit.vlm.long_rope.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -295,11 +290,10 @@ def length_dependent_rope(config: Any) -> tuple[str, int] | None:
 
 
 def check_rope_lengths(model_type: str, kind: str, most: int, lengths: Sequence[int]) -> None:
-    """Refuse a batch in which a sequence would change the RoPE frequencies of another.
+    """Refuse a batch with a sequence that is too long for the RoPE frequencies of a model.
 
-    "longrope" has one set of frequencies up to `most` tokens and another beyond, so short and long sequences cannot
-    share a forward. "dynamic" has other frequencies for each length beyond `most`, and keeps those of the longest
-    sequence so far.
+    "longrope" has other frequencies in a run with sequences of more than `most` tokens. "dynamic" has other frequencies
+    for each length beyond `most`, and keeps those of the longest sequence so far.
 
     Args:
         model_type: for the error.
@@ -307,13 +301,19 @@ def check_rope_lengths(model_type: str, kind: str, most: int, lengths: Sequence[
         lengths: tokens of each sequence in a forward.
 
     Raises:
-        ValueError: the sequences cannot share a forward.
+        ValueError: a sequence is too long.
     """
     longest = max(lengths, default=0)
-    if longest > most and (kind == "dynamic" or min(lengths) <= most):
-        advice = "" if kind == "dynamic" else " (or longer sequences alone: micro_batch_tokens=1)"
+    if kind == "longrope":
+        if longest > most + 1:  # nothing is read at the last token, such as that of `scoring_batch`
+            raise ValueError(
+                f"lengths: expected at most {most} tokens in a sequence of {model_type} with LongRoPE's short factors, "
+                f"got {longest}; for long factors say how long sequences become: longest_sequence of the engine, or "
+                "--max_prompt_tokens (or --max_tokens) of a recipe"
+            )
+    elif longest > most:
         raise ValueError(
-            f"lengths: expected at most {most} tokens in a forward of {model_type}{advice}, because its RoPE ({kind}) "
+            f"lengths: expected at most {most} tokens in a forward of {model_type}, because its RoPE ({kind}) "
             f"depends on the longest sequence beyond that, got sequences of {min(lengths)} to {longest} tokens"
         )
 

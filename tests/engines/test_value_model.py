@@ -10,7 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rlkit.data import Batch
 from rlkit.engines import make_engine
@@ -19,9 +25,9 @@ from rlkit.losses import bradley_terry_loss, clipped_value_loss, token_mean
 from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_configs import REFUSED, TEXT
+from family_configs import BASE, BOTH, COMPASS, IMAGE, REFUSED, SMALL_VIT, TEXT
 from rows import make_batch
-from test_families import text_model
+from test_families import text_model, vision_model
 
 LAYOUTS = {
     "shared": {},
@@ -179,6 +185,58 @@ def test_values_are_not_capped(family):
     rounding = 1e-6 * terms.abs().sum(-1, keepdim=True)  # of terms that nearly cancel; 3e-8 of their sum was seen
     assert ((values - terms.sum(-1, keepdim=True)).abs() <= rounding).all()
     assert values.abs().max() > 40
+
+
+SCALED = {
+    "cohere": {"logit_scale": 0.0625},
+    "cohere2": TEXT["cohere2"],
+    "cohere_compass_text": COMPASS,
+    "granite": TEXT["granite"],
+    "granitemoehybrid": {**TEXT["granitemoehybrid"], "logits_scaling": 8.0},
+    "falcon_h1": {**TEXT["falcon_h1"], "lm_head_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "hyperclovax": {"logits_scaling": 0.5},
+    "minicpm3": {
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "num_key_value_heads": 4, "dim_model_base": 4,
+    },
+}  # fmt: skip
+
+
+def muse_glimmer():
+    vision = {**SMALL_VIT, "layer_types": ["full_attention"]}
+    config = AutoConfig.for_model(
+        "muse_glimmer", text_config={**BASE, "layer_types": BOTH}, vision_config=vision, image_token_id=IMAGE
+    )
+    return AutoModelForImageTextToText.from_config(config).eval()
+
+
+@pytest.mark.parametrize("family", [*SCALED, "cohere_compass", "muse_glimmer"])
+def test_values_are_not_scaled_as_logits_are(family):
+    """Nor are those of a copy made from the config, as engines make."""
+    makers = {"cohere_compass": lambda: vision_model("cohere_compass"), "muse_glimmer": muse_glimmer}
+    model = with_golden_head(makers[family]() if family in makers else text_model(family, SCALED[family]))
+    tokens = torch.arange(3, 8)[None]
+    expected = model.base_model(tokens).last_hidden_state @ golden_head(32).T
+    torch.testing.assert_close(model(tokens).logits, expected, atol=1e-6, rtol=1e-5)
+    copied = type(model)._from_config(copy.deepcopy(model.config))
+    with_value_head(copied).load_state_dict(model.state_dict())
+    torch.testing.assert_close(copied.eval()(tokens).logits, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["minicpm3", "cohere_compass_text"])
+def test_a_classifier_of_a_family_that_scales_logits_is_read_and_exported(family, tmp_path):
+    config = AutoConfig.for_model(family, **BASE | SCALED[family], num_labels=1)
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_config(config).eval()
+    classifier.save_pretrained(tmp_path / "classifier")
+    tokens = torch.randint(3, 80, (3, 7))
+    expected = classifier(tokens).logits[:, 0]
+    engine = engine_for(load_value_model(tmp_path / "classifier"))
+    rows = scoring_batch(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), [7] * 3))
+    torch.testing.assert_close(engine.infer_batch(rows)["values"].sum(1), expected, atol=1e-6, rtol=1e-5)
+    engine.export_hf(tmp_path / "exported")
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").eval()
+    torch.testing.assert_close(exported(tokens).logits[:, 0], expected, atol=1e-6, rtol=1e-5)
 
 
 def test_values_in_bfloat16_are_not_rounded(tiny_dir, processor):

@@ -2,7 +2,8 @@
 
 `family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
 none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights;
-`chunks/kimi_k25`: what vLLM's processor makes of images and videos.
+`chunks/kimi_k25`: what vLLM's processor makes of images and videos; `long_rope/160`: LongRoPE in a run with sequences
+of up to 160 tokens, `long_rope/0` in one that does not say.
 """
 
 import json
@@ -280,6 +281,32 @@ def distances(engine, rollout, prompts):
     return facts | {"synced": distance()}
 
 
+def measure_long_rope(path, longest):
+    """max |sampler's - trainer's logprob| of rows on both sides of 64 tokens, or of short ones, and their lengths."""
+    tokenizer, factors = tiny_text_tokenizer(family_processors.CORPUS), [1.0 + i for i in range(16)]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": factors}
+    config = AutoConfig.for_model(
+        "phi3", **BASE | WIDE | {"vocab_size": len(tokenizer), "original_max_position_embeddings": 64},
+        rope_parameters={**rope, "original_max_position_embeddings": 64},
+    )  # fmt: skip
+    model = seeded(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    suppressed = suppressed_token_ids(config, tokenizer)
+    options = {"suppressed_token_ids": suppressed, "temperature": SAMPLING.temperature}
+    engine = make_engine("fsdp2", model=load_model(str(path)), longest_sequence=longest, **options)
+    size = {**SIZE, "max_model_len": longest}
+    rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=tokenizer, **size)
+    questions = ["how many?", "how many " * 4, "how many " * (8 if longest is None else 30)]
+    prompts = [encode_prompt(tokenizer, {"question": q}, group_id=i) for i, q in enumerate(questions)]
+    batch = collate(rollout.generate(prompts, SAMPLING, n=2))
+    difference = (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
+    facts = {"difference": difference, "lengths": batch.lengths, "max_model_len": rollout.max_model_len}
+    rollout.close()
+    return facts
+
+
 def measure_on_server(family, path, port):
     """The same for a language model on a server, to which weights are sent in pieces."""
     build(family, path)
@@ -385,6 +412,9 @@ def facts_of(folder, name):
     if what == "chunks":
         folder.joinpath(name).mkdir(parents=True)
         return vllm_names.vision_chunks(which, folder / name)
+    if what == "long_rope":
+        folder.joinpath(name).mkdir(parents=True)
+        return measure_long_rope(folder / name, int(which) or None)
     if what == "positions":
         return {"equal": positions(which, OWNERS[which])}
     folder.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,8 @@ def run(folder, names):
 def by_rank(tmp_path_factory):
     """Measurements of all cases, on each rank."""
     names = [*KINDS, "films", "nccl", *(f"family/{name}" for name in [*FAMILIES, *BFLOAT16, OTHER_CPU, *REFUSED])]
-    names += [*(f"positions/{name}" for name in POSITIONS), *SPLITS, "two_ranks/recipe", "two_ranks/failed_start"]
+    names += [*(f"positions/{name}" for name in POSITIONS), "long_rope/0", "long_rope/160", *SPLITS]
+    names += ["two_ranks/recipe", "two_ranks/failed_start"]
     return run(tmp_path_factory.mktemp("vllm"), names)
 
 
@@ -141,6 +142,14 @@ def test_logprobs_are_the_trainers_whenever_weights_were_synced(alone, kind):
 def test_a_family_samples_what_its_trainer_scores(alone, family):
     """The mismatch is rounding before an update and after the weights were sent, and large in between."""
     assert_sampled_as_scored(alone[f"family/{family}"])
+
+
+@pytest.mark.parametrize("longest", [0, 160])
+def test_vllm_and_the_trainer_have_the_same_factors_of_longrope(alone, longest):
+    """At all lengths; a sampler and a trainer that are not told how long sequences become have those for 64 tokens."""
+    facts = alone[f"long_rope/{longest}"]
+    assert facts["difference"] < TOLERANCE and facts["max_model_len"] == (longest or 64)
+    assert min(facts["lengths"]) < 30 and (max(facts["lengths"]) > 64) == (longest > 64)
 
 
 @pytest.mark.parametrize("family", BFLOAT16)

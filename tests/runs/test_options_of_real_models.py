@@ -81,9 +81,10 @@ def test_an_option_that_the_chat_template_does_not_have_is_refused_before_the_ro
 
 
 def test_shared_prompts_can_be_switched_off(text_dir):  # noqa: F811
-    assert "share_prompts" not in shared_options(options("grpo_vlm"), None)
+    model = load_model(str(text_dir))
+    assert "share_prompts" not in shared_options(options("grpo_vlm"), None, model.config)
     cfg = options("grpo_vlm", "--no_share_prompts")
-    engine = training_engine(cfg, "language_model", load_model(str(text_dir)), 0.0, 1, **shared_options(cfg, None))
+    engine = training_engine(cfg, "language_model", model, 0.0, 1, **shared_options(cfg, None, model.config))
     assert not engine.share_prompts
 
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import test_families
 from family_configs import BASE, REFUSED, TEXT, VISION
 
+from rlkit.engines import make_engine
 from rlkit.vlm import (
     audio_tower_pattern,
     disable_dropout,
@@ -507,7 +508,7 @@ def test_tiny_config_is_a_family_member(tiny_dir, loaded):
 
 @pytest.mark.parametrize("family", ["llava", "gemma3", "mixtral", "qwen3_vl_moe"])
 def test_weights_go_out_as_in_the_files_they_came_from(family, tmp_path):
-    """vLLM reads these families in the names and shapes of their published files alone."""
+    """vLLM reads these families in the names and shapes of their published files alone, from a sync and an export."""
     model = test_families.vision_model(family) if family in VISION else test_families.text_model(family, TEXT[family])
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -522,3 +523,21 @@ def test_weights_go_out_as_in_the_files_they_came_from(family, tmp_path):
     came = dict(checkpoint_parameters(loaded, ((name, x.detach()) for name, x in loaded.named_parameters())))
     assert came.keys() == published.keys()
     torch.testing.assert_close(came, published, atol=0, rtol=0)
+    make_engine("fsdp2", model=loaded).export_hf(tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == published.keys()
+    torch.testing.assert_close(exported, published, atol=0, rtol=0)
+    read = load_model(str(tmp_path / "exported"))
+    torch.testing.assert_close(dict(read.named_parameters()), dict(model.named_parameters()), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(("width", "square"), [(16, "gate_up_proj"), (32, "down_proj")])
+def test_square_experts_are_refused_where_transformers_tells_layouts_apart_by_shapes(tmp_path, width, square):
+    """It would read published files without transposing them, unlike vLLM. No published model has square experts."""
+    config = copy.deepcopy(VISION["qwen3_vl_moe"][0])
+    config["text_config"]["moe_intermediate_size"] = width
+    transformers.AutoConfig.for_model("qwen3_vl_moe", **config).save_pretrained(tmp_path)
+    expected = f"expected experts whose matrices are not square, .* got {square} of 32 x 32"
+    for on_meta in (False, True):
+        with pytest.raises(ValueError, match=expected):
+            load_model(str(tmp_path), on_meta=on_meta)

@@ -836,34 +836,23 @@ def test_the_samplers_logprobs_are_the_trainers(family):
     torch.testing.assert_close(rows.rollout_logprobs, scored, atol=1e-4, rtol=1e-4)
 
 
-ROPES = {
-    "llama": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
-    "phi3": {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("family", "right", "wrong"), [("llama", [20, 32], [20, 33]), ("phi3", [40, 33], [32, 40])])
 @pytest.mark.parametrize("way", WAYS)
-def test_rope_that_changes_with_the_longest_sequence(family, right, wrong, way):
-    """What one sequence alone would be given, or an error that names the family."""
-    limit = {"max_position_embeddings": 32} if family == "llama" else {"original_max_position_embeddings": 32}
-    packed = text_model(family, {**limit, "rope_parameters": ROPES[family]}, "eager")
+def test_rope_that_changes_with_the_longest_sequence(way):
+    """What one sequence alone would be given, or an error that names the family; LongRoPE: test_long_rope.py."""
+    options = {"max_position_embeddings": 32}
+    options["rope_parameters"] = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    packed = text_model("llama", options, "eager")
     use_packed_attention(packed)
-    for lengths in (right, wrong):
+    for lengths in ([20, 32], [20, 33]):
         g = torch.Generator().manual_seed(0)
         start = prompt_sample(torch.randint(3, 80, (8,), generator=g).tolist())
         answers = [torch.randint(3, 80, (n - 8,), generator=g).tolist() for n in lengths]
         rows = collate([append_response(start, answer, [-1.0] * len(answer)) for answer in answers])
         weights = torch.ones(rows.tokens.shape)
-        if lengths is wrong:
-            got = f"got sequences of {min(wrong)} to {max(wrong)} tokens"
-            with pytest.raises(ValueError, match=rf"^lengths: expected at most 32 tokens .* {family}.*, {got}"):
+        if max(lengths) > 32:
+            expected = "^lengths: expected at most 32 tokens .* llama.*, got sequences of 20 to 33 tokens"
+            with pytest.raises(ValueError, match=expected):
                 all_at_once(packed, rows, weights, WAYS[way])
             continue
-        expected, _ = one_at_a_time(
-            text_model(family, {**limit, "rope_parameters": ROPES[family]}, "eager"), rows, weights
-        )
+        expected, _ = one_at_a_time(text_model("llama", options, "eager"), rows, weights)
         torch.testing.assert_close(all_at_once(packed, rows, weights, WAYS[way])[0], expected, atol=1e-5, rtol=1e-5)

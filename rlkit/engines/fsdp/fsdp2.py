@@ -103,6 +103,9 @@ class Fsdp2Engine:
             transformers has for the model. They are given the same rows. Not with `fsdp_size`, Ulysses or adapters.
         ulysses_sequence_parallel_size: this many neighbouring ranks share the tokens of each micro-batch, whose size
             does not change. They are given the same rows. Needs `use_remove_padding`.
+        longest_sequence: most tokens of a sequence in the run. It decides the factors of a model with LongRoPE (Phi-3,
+            MiniCPM), which have to be those of the sampler, see rlkit.vlm.long_rope; other models ignore it. None: such
+            a model has short factors, and longer sequences than those are for are refused.
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         offload_between_phases: weights and optimizer state are in (pinned) host memory while no method of the engine
             needs them. They are copied to the device and back in each call, or once in `keep_on_device`.
@@ -143,6 +146,7 @@ class Fsdp2Engine:
         fsdp_size: int | None = None,
         tensor: int = 1,
         ulysses_sequence_parallel_size: int = 1,
+        longest_sequence: int | None = None,
         router_replay: bool = False,
         offload_between_phases: bool = False,
         only_scores: bool = False,
@@ -158,7 +162,7 @@ class Fsdp2Engine:
         self.share_prompts, self.router_replay = share_prompts and use_remove_padding, router_replay
         self.suppressed_token_ids = None if suppressed_token_ids is None else suppressed_token_ids.to(self.device)
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.has_adapters = self.base is not model
+        self.has_adapters, self.longest_sequence = self.base is not model, longest_sequence
         self._check_head(trains=optimizer is not None)
         self.config = self.base.config
         self.spec = position_spec(self.config)
@@ -650,7 +654,7 @@ class Fsdp2Engine:
     def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
         """Set up the model before it is sharded: attention, router replay, kernels, checkpointing, compilation."""
         self.base.get_input_embeddings().padding_idx = None  # gradients: a token that pads may also be text
-        use_packed_attention(self.base, packed=self.use_remove_padding)
+        use_packed_attention(self.base, packed=self.use_remove_padding, longest_sequence=self.longest_sequence)
         compute_as_published(self.base)
         if self.device.type == "cuda":
             use_packed_vision_attention(self.base, self.config)

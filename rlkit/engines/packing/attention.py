@@ -35,6 +35,7 @@ from rlkit.vlm.families import (
     has_attention_temperature,
     indexed_attention_layers,
 )
+from rlkit.vlm.long_rope import fix_rope_factors
 
 NAME = "rlkit_packed"
 
@@ -261,7 +262,7 @@ def _packed_attention_mask(
     return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, use_vmap=use_vmap, **kwargs)
 
 
-def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> None:
+def use_packed_attention(model: PreTrainedModel, *, packed: bool = False, longest_sequence: int | None = None) -> None:
     """Route the text model's attention through `varlen_attention`; a vision tower keeps its own attention.
 
     The model's forward then raises a ValueError before it starts if it would compute packed rows wrongly.
@@ -269,10 +270,12 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
     Args:
         model: from transformers.
         packed: raise now if the rows of this family cannot be packed.
+        longest_sequence: of the run, by which a model with LongRoPE is given its factors.
     """
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _packed_attention_mask)
-    facts = model_facts(model)
+    fix_rope_factors(model, longest_sequence)
+    facts = model_facts(model, longest_sequence)
     family = model.config.model_type
     if facts.obstacle is None and not _set_attention(model):
         facts = facts._replace(obstacle=NO_ATTENTION_INTERFACE)

@@ -24,6 +24,7 @@ from rlkit.vlm.families import (
     length_dependent_rope,
     packing_obstacle,
 )
+from rlkit.vlm.long_rope import has_long_factors
 from rlkit.vlm.processors import placeholder_ids
 
 
@@ -34,7 +35,7 @@ class ModelFacts(NamedTuple):
         config: of the model.
         obstacle: why its rows cannot be packed; None if they can.
         not_causal: why causal attention would be wrong for it; None if it is right.
-        rope: as `rlkit.vlm.families.length_dependent_rope`.
+        rope: as `rlkit.vlm.families.length_dependent_rope`; None for LongRoPE with long factors.
         temperature_length: as `rlkit.vlm.families.attention_temperature_length`.
         bidirectional_images: tokens of an image attend to later ones of that image in some layers.
         images_in_windows: they do so in layers with a sliding window only, and within that window.
@@ -51,13 +52,13 @@ class ModelFacts(NamedTuple):
     indexed_attention: bool
 
 
-def model_facts(model: Any) -> ModelFacts:
+def model_facts(model: Any, longest_sequence: int | None = None) -> ModelFacts:
     config = model.config
     return ModelFacts(
         config=config,
         obstacle=packing_obstacle(model),
         not_causal=bidirectional_obstacle(model),
-        rope=length_dependent_rope(config),
+        rope=None if has_long_factors(config, longest_sequence) else length_dependent_rope(config),
         temperature_length=attention_temperature_length(config),
         bidirectional_images=has_bidirectional_images(config),
         images_in_windows=has_bidirectional_images_in_windows(config),
@@ -112,7 +113,7 @@ def _check_supported(kwargs: dict[str, Any], facts: ModelFacts) -> None:
 
 
 def _check_rope(kwargs: dict[str, Any], facts: ModelFacts) -> None:
-    """Refuse sequences that would change each other's RoPE frequencies."""
+    """Refuse sequences that are too long for the model's RoPE frequencies."""
     if facts.rope is None:
         return
     (kind, most), layout, mask = facts.rope, kwargs.get("packed_layout"), _padding_mask(kwargs)

@@ -1,0 +1,72 @@
+"""LongRoPE (Phi-3, Phi-4-mini, MiniCPM): one set of rotary factors for a whole run.
+
+Such a model has short factors for sequences up to the length of its first training, and long ones for longer sequences.
+transformers chooses in each forward, by its longest row; vLLM once, by `max_model_len`. A token that is sampled with
+short factors would be trained with long ones. So an engine chooses once, too: long factors if the longest sequence of
+its run is longer than the original length, else short ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkit.vlm.families import length_dependent_rope
+
+FIXED = "fixed longrope"  # as the type of a rotary embedding it is none that transformers changes in a forward
+
+
+def original_length(config: Any) -> int | None:
+    """Up to which length a model with LongRoPE has short factors; None for other models."""
+    rope = length_dependent_rope(config)
+    return rope[1] if rope is not None and rope[0] == "longrope" else None
+
+
+def has_long_factors(config: Any, longest_sequence: int | None) -> bool:
+    """Whether a model has LongRoPE's long factors in a run.
+
+    Args:
+        longest_sequence: most tokens of a sequence in the run; None if not known, for short factors.
+    """
+    original = original_length(config)
+    return original is not None and longest_sequence is not None and longest_sequence > original
+
+
+def context_length(config: Any, longest_sequence: int | None = None) -> int:
+    """Most tokens that a model computes in a sequence: with LongRoPE's short factors the original length.
+
+    Args:
+        longest_sequence: as for `has_long_factors`.
+    """
+    context: int = config.get_text_config().max_position_embeddings
+    if (original := original_length(config)) is None or has_long_factors(config, longest_sequence):
+        return context
+    return min(context, original)
+
+
+def fix_rope_factors(model: Any, longest_sequence: int | None) -> None:
+    """Give a model with LongRoPE the factors of its run, whatever the length of a row; other models do not change.
+
+    Args:
+        model: from transformers.
+        longest_sequence: as for `has_long_factors`.
+
+    Raises:
+        ValueError: a model whose factors cannot be fixed.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if (original := original_length(model.config)) is None:
+        return
+    is_long, family = has_long_factors(model.config, longest_sequence), model.config.model_type
+    if is_long and family == "phimoe":
+        raise ValueError(
+            f"longest_sequence: expected at most {original} for phimoe, of which transformers computes LongRoPE with "
+            f"short factors only, got {longest_sequence}"
+        )
+    embeddings = [m for m in model.modules() if getattr(m, "rope_type", None) in ("longrope", FIXED)]
+    if not embeddings:
+        raise ValueError(f"model: expected one kind of LongRoPE in all layers, got {family}, which has several")
+    for embedding in embeddings:
+        length, device = original + is_long, embedding.inv_freq.device
+        embedding.inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](embedding.config, device, seq_len=length)
+        embedding.rope_type = FIXED
