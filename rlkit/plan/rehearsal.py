@@ -328,23 +328,25 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Ma
 
 
 def _send_weights(engine: Any, cfg: Any, ledger: Ledger) -> None:
-    """Gather weights, or adapters alone, in the way that the sampling back end needs."""
+    """Gather weights, or adapters alone, in the way that the sampling back end needs.
+
+    hf is sent none: it samples with the gathered modules.
+    """
     ledger.begin("weight sync")
-    dtype = None if cfg.rollout == "hf" else torch.bfloat16
-    if sends_adapters(cfg):
-        weights = list(engine.get_adapter(dtype=dtype)[1])  # a file of them all is made
+    if cfg.rollout == "hf":
+        with engine.gathered():
+            pass
+    elif sends_adapters(cfg):
+        weights = list(engine.get_adapter(dtype=torch.bfloat16)[1])  # a file of them all is made
         del weights
     elif cfg.rollout in ("vllm_server", "sglang"):
-        for bucket in buckets(engine.get_per_tensor_param(dtype=dtype), BUCKET_BYTES):
+        for bucket in buckets(engine.get_per_tensor_param(dtype=torch.bfloat16), BUCKET_BYTES):
             sent = bucket  # by rank 0, while the next one is filled
             del bucket
         del sent
     else:
-        for weight in engine.get_per_tensor_param(dtype=dtype):
+        for weight in engine.get_per_tensor_param(dtype=torch.bfloat16):
             del weight  # free it before the next one is gathered
-    if cfg.rollout == "hf":
-        with engine.gathered():
-            pass
     ledger.end()
 
 
