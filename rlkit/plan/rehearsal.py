@@ -269,17 +269,24 @@ def _options(cfg: Any, config: Any) -> dict[str, Any]:
 
 
 def _model_size(module: torch.nn.Module) -> ModelSize:
-    """The sizes of a model after `fully_shard`."""
+    """The sizes of a model after `fully_shard`; of matrices that tensor-parallel ranks share, a rank's part."""
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule) and unit is not module]
     in_units = {id(p) for unit in units for p in unit.parameters()}
-    weights = {id(p): p.numel() * (1 if p.dtype == torch.uint8 else HALF) for p in module.parameters()}
+    weights = {id(p): _gathered_numel(p) * (1 if p.dtype == torch.uint8 else HALF) for p in module.parameters()}
     return ModelSize(
         parameters=sum(weight_counts(module)),
         weights=sum(weights.values()),
         root=sum(size for key, size in weights.items() if key not in in_units),
-        trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        trained=sum(_gathered_numel(p) for p in module.parameters() if p.requires_grad),
         owned=sum(x.numel() for x in local(p for p in module.parameters() if p.requires_grad)),
     )
+
+
+def _gathered_numel(p: Tensor) -> int:
+    """Number of elements of a parameter that FSDP gathers: all, or those of a tensor-parallel rank."""
+    mesh = getattr(p, "device_mesh", None)
+    is_shared = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+    return p.numel() // mesh["tp"].size() if is_shared else p.numel()
 
 
 class Counts(NamedTuple):

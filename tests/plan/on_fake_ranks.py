@@ -47,6 +47,7 @@ CASES = {  # ranks, models beside the policy, options
     "three_ranks": (3, (), ["--rollout", "vllm_server", "--servers", "http://a:1"]),
     "two_by_two": (4, (), ["--parallel", "fsdp_size", "2", "--enable_gradient_checkpointing", "--rollout", "vllm"]),
     "ulysses": (4, (), ["--ulysses_sequence_parallel_size", "2"]),
+    "tensor": (4, ("reference",), ["--parallel", "tensor", "2", "--rollout", "vllm"]),
     "lora": (2, ("reference",), ["--lora_rank", "4", "--dtype", "bfloat16", "--sync_adapters", "--rollout", "vllm"]),
     "nf4": (2, (), ["--lora_rank", "4", "--quantize_base"]),
     "fused": (2, ("reference",), ["--use_fused_kernels", "--dtype", "bfloat16"]),
@@ -122,13 +123,13 @@ def make_engines(cfg, roles):
     engines = {}
     if roles.reference is not None:
         model = load_model(path, dtype=roles.reference.dtype or dtype)
-        engines["reference"] = make_engine("fsdp2", model=model, **shared)
+        engines["reference"] = make_engine(cfg.engine, model=model, **shared)
         engines["reference"].module.requires_grad_(False)
     model = trained_part(cfg, load_model(path, dtype=dtype))
-    engines["policy"] = make_engine("fsdp2", model=model, **shared, **trains)
+    engines["policy"] = make_engine(cfg.engine, model=model, **shared, **trains)
     if roles.critic is not None:
         model = trained_part(cfg, load_value_model(path, dtype=dtype), head=True)
-        engines["critic"] = make_engine("fsdp2", "value_model", model=model, **shared, **trains)
+        engines["critic"] = make_engine(cfg.engine, "value_model", model=model, **shared, **trains)
     return engines
 
 

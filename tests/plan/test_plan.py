@@ -78,7 +78,7 @@ def test_planned_bytes_are_what_a_process_takes(found, name):
         assert planned == pytest.approx(peak, rel=0.01 if name == "smollm2" else 0.1), phase
 
 
-@pytest.mark.parametrize("name", ["three_ranks", "two_by_two", "lora", "nf4"])
+@pytest.mark.parametrize("name", ["three_ranks", "two_by_two", "tensor", "lora", "nf4"])
 def test_fsdp_sends_what_is_planned(found, name):
     """Weights and gradients of two micro-batches; beside them the padding of shards, and metrics."""
     planned, sent = found[name]["sent"], found[name]["taken"]["sent"]
