@@ -284,7 +284,7 @@ def _model_size(module: torch.nn.Module) -> ModelSize:
 
 def _gathered_numel(p: Tensor) -> int:
     """Number of elements of a parameter that FSDP gathers: all, or those of a tensor-parallel rank."""
-    mesh = getattr(p, "device_mesh", None)
+    mesh: Any = getattr(p, "device_mesh", None)
     is_shared = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
     return p.numel() // mesh["tp"].size() if is_shared else p.numel()
 

@@ -224,8 +224,8 @@ def verdict(cfg: Any, plan: Plan) -> str:
     """One sentence: whether the run fits, with the numbers."""
     gpu, large = plan.gpu, plan.too_large
     sizes = [sum(plan.phases[name].values()) for name in large] or [plan.peak]
-    shown, most = distinct_gib(sizes, USABLE * gpu.memory)
-    usable_memory = f"of {most} GiB usable on {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
+    shown, limit = distinct_gib(sizes, USABLE * gpu.memory)
+    usable_memory = f"of {limit} GiB usable on {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
     if large:
         phases = ", ".join(f"{name} {size}" for name, size in zip(large, shown, strict=True))
         return f"does not fit: {phases} GiB {usable_memory}{_host(plan)}"
