@@ -4,6 +4,7 @@ Each plan is kept in docs/plans/NAME.txt. Without names all are made again, whic
 name "page" none, and the page is written from those that are there.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -32,8 +33,8 @@ STORIES = {  # name: what it is, GPUs, kind of GPU, recipe, model, options
                  "--rollout_options tensor_parallel_size 8"),
     "32b_nf4": ("A 32B on one GPU, LoRA on a 4-bit base", 1, "h100-80gb", "grpo_vlm", "qwen2.5-vl-32b",
                 f"{SHORT} --lora_rank 32 --dtype bfloat16 --quantize_base {SERVERS} --server_tensor_parallel 2"),
-    "30b_a3b": ("A mixture of experts on 16 GPUs, sampled by servers on 8 others", 16, "h100-80gb", "grpo_vlm",
-                "qwen3-30b-a3b", f"{SHORT} {SERVERS} --server_tensor_parallel 2"),
+    "30b_a3b": ("A mixture of experts on two machines of 8 GPUs", 16, "h100-80gb", "grpo_vlm", "qwen3-30b-a3b",
+                f"{SHORT} --rollout vllm --rollout_options tensor_parallel_size 4"),
     "7b_ppo": ("PPO of a 7B with a critic of its size", 8, "h100-80gb", "ppo", "qwen2.5-vl-7b",
                f"{SHORT} --rollout vllm --gpu_memory_utilization 0.4"),
 }  # fmt: skip
@@ -71,8 +72,6 @@ def page() -> str:
 def main(names: list[str]) -> None:
     """Make plans again, and write all of them into the page."""
     (ROOT / "docs" / "plans").mkdir(exist_ok=True)
-    if names == ["page"]:
-        names = []
     with tempfile.TemporaryDirectory() as models:
         write(Path(models))
         for name in names:
@@ -84,4 +83,9 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(STORIES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*STORIES, "page"]))
+    wanted = parser.parse_args().names or list(STORIES)
+    if unknown := sorted({*wanted} - {*STORIES, "page"}):
+        parser.error(f"NAME: expected one of {', '.join(STORIES)} or page, got {unknown[0]}")
+    main([name for name in wanted if name != "page"])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit.plan.fit import GIB, SERVERS, Plan, make_plan, ways_to_fit
+from rlkit.plan.fit import GIB, SERVERS, Plan, distinct_gib, make_plan, ways_to_fit
 from rlkit.plan.hardware import USABLE, Gpu, gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
@@ -129,8 +129,6 @@ def check_can_be_planned(cfg: Any) -> None:
         raise ValueError(f"engine: expected fsdp2 or megatron in a plan, got {cfg.engine}")
     if not cfg.use_remove_padding:
         raise ValueError("use_remove_padding: expected True, since packed rows can be rehearsed, got False")
-    if cfg.engine == "fsdp2" and "tensor" in cfg.parallel:
-        raise ValueError(f"parallel: expected no tensor parallelism in a plan, got tensor {cfg.parallel['tensor']}")
 
 
 def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
@@ -166,14 +164,12 @@ def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
         least_host = min(least_host, attempt.host_peak)
         least, enough_memory = min(least, attempt.peak), enough_memory or (trains and attempt.host_fits)
     if plan.host_limit is not None and least_host > plan.host_limit:
-        return (
-            f"does not fit with any of these options: the least is {least_host / GIB:.1f} GiB of host memory, of "
-            f"{plan.host_limit / GIB:.1f} GiB"
-        )
+        (taken,), most = distinct_gib([least_host], plan.host_limit)
+        return f"does not fit with any of these options: the least is {taken} GiB of host memory, of {most} GiB"
     if enough_memory:
         return "does not fit with any of these options: the sampler's cache has no room for one sequence"
-    limit = USABLE * plan.gpu.memory / GIB
-    return f"does not fit with any of these options: the least is {least / GIB:.1f} GiB, of {limit:.1f} GiB usable"
+    (taken,), most = distinct_gib([least], USABLE * plan.gpu.memory)
+    return f"does not fit with any of these options: the least is {taken} GiB, of {most} GiB usable"
 
 
 def server_advice(servers: Servers, config: Any, plan: Plan) -> str:

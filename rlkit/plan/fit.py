@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -69,6 +69,16 @@ class Plan:
     def fits(self) -> bool:
         """Whether no phase is too large, the sampler has room for one sequence, and host memory suffices."""
         return not self.too_large and self.sampler.sequences > 0 and self.host_fits
+
+
+def distinct_gib(sizes: Iterable[int], limit: float) -> tuple[list[str], str]:
+    """Bytes and their limit in GiB, with as many of up to four decimals as it takes to tell each of them from it."""
+    sizes = list(sizes)
+    for decimals in (1, 2, 3, 4):
+        shown, most = [f"{size / GIB:.{decimals}f}" for size in sizes], f"{limit / GIB:.{decimals}f}"
+        if most not in shown:
+            break
+    return shown, most
 
 
 def make_plan(

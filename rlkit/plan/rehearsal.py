@@ -270,17 +270,24 @@ def _options(cfg: Any, config: Any) -> dict[str, Any]:
 
 
 def _model_size(module: torch.nn.Module) -> ModelSize:
-    """The sizes of a model after `fully_shard`."""
+    """The sizes of a model after `fully_shard`; of matrices that tensor-parallel ranks share, a rank's part."""
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule) and unit is not module]
     in_units = {id(p) for unit in units for p in unit.parameters()}
-    weights = {id(p): p.numel() * (1 if p.dtype == torch.uint8 else HALF) for p in module.parameters()}
+    weights = {id(p): _gathered_numel(p) * (1 if p.dtype == torch.uint8 else HALF) for p in module.parameters()}
     return ModelSize(
         parameters=sum(weight_counts(module)),
         weights=sum(weights.values()),
         root=sum(size for key, size in weights.items() if key not in in_units),
-        trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        trained=sum(_gathered_numel(p) for p in module.parameters() if p.requires_grad),
         owned=sum(x.numel() for x in local(p for p in module.parameters() if p.requires_grad)),
     )
+
+
+def _gathered_numel(p: Tensor) -> int:
+    """Number of elements of a parameter that FSDP gathers: all, or those of a tensor-parallel rank."""
+    mesh: Any = getattr(p, "device_mesh", None)
+    is_shared = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+    return p.numel() // mesh["tp"].size() if is_shared else p.numel()
 
 
 class Counts(NamedTuple):
@@ -329,23 +336,25 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Ma
 
 
 def _send_weights(engine: Any, cfg: Any, ledger: Ledger) -> None:
-    """Gather weights, or adapters alone, in the way that the sampling back end needs."""
+    """Gather weights, or adapters alone, in the way that the sampling back end needs.
+
+    hf is sent none: it samples with the gathered modules.
+    """
     ledger.begin("weight sync")
-    dtype = None if cfg.rollout == "hf" else torch.bfloat16
-    if sends_adapters(cfg):
-        weights = list(engine.get_adapter(dtype=dtype)[1])  # a file of them all is made
+    if cfg.rollout == "hf":
+        with engine.gathered():
+            pass
+    elif sends_adapters(cfg):
+        weights = list(engine.get_adapter(dtype=torch.bfloat16)[1])  # a file of them all is made
         del weights
     elif cfg.rollout in ("vllm_server", "sglang"):
-        for bucket in buckets(engine.get_per_tensor_param(dtype=dtype), BUCKET_BYTES):
+        for bucket in buckets(engine.get_per_tensor_param(dtype=torch.bfloat16), BUCKET_BYTES):
             sent = bucket  # by rank 0, while the next one is filled
             del bucket
         del sent
     else:
-        for weight in engine.get_per_tensor_param(dtype=dtype):
+        for weight in engine.get_per_tensor_param(dtype=torch.bfloat16):
             del weight  # free it before the next one is gathered
-    if cfg.rollout == "hf":
-        with engine.gathered():
-            pass
     ledger.end()
 
 

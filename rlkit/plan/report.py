@@ -10,7 +10,7 @@ import torch
 
 from rlkit.engines.export import FILE_BYTES
 from rlkit.engines.flops import flops_obstacle
-from rlkit.plan.fit import GIB, LOADING, Plan
+from rlkit.plan.fit import GIB, LOADING, Plan, distinct_gib
 from rlkit.plan.hardware import NETWORK_BANDWIDTH, USABLE
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.roofline import costs
@@ -216,18 +216,21 @@ def _host(plan: Plan) -> str:
     if plan.host_limit is None:
         return ""
     enough = "" if plan.host_fits else ", which is too little"
-    return f"; {plan.host_peak / GIB:.1f} GiB of a machine's {plan.host_limit / GIB:.1f} GiB of host memory{enough}"
+    (taken,), most = distinct_gib([plan.host_peak], plan.host_limit)
+    return f"; {taken} GiB of a machine's {most} GiB of host memory{enough}"
 
 
 def verdict(cfg: Any, plan: Plan) -> str:
     """One sentence: whether the run fits, with the numbers."""
-    limit, gpu = USABLE * plan.gpu.memory / GIB, plan.gpu
-    usable_memory = f"of {limit:.1f} GiB usable on {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
-    if plan.too_large:
-        phases = ", ".join(f"{name} {sum(plan.phases[name].values()) / GIB:.1f}" for name in plan.too_large)
+    gpu, large = plan.gpu, plan.too_large
+    sizes = [sum(plan.phases[name].values()) for name in large] or [plan.peak]
+    shown, limit = distinct_gib(sizes, USABLE * gpu.memory)
+    usable_memory = f"of {limit} GiB usable on {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
+    if large:
+        phases = ", ".join(f"{name} {size}" for name, size in zip(large, shown, strict=True))
         return f"does not fit: {phases} GiB {usable_memory}{_host(plan)}"
     if plan.sampler.sequences:
-        return f"{'fits' if plan.fits else 'does not fit'}: {plan.peak / GIB:.1f} GiB {usable_memory}{_host(plan)}"
+        return f"{'fits' if plan.fits else 'does not fit'}: {shown[0]} GiB {usable_memory}{_host(plan)}"
     if plan.sampler.servers:
         return "does not fit: the servers' cache has no room for one sequence; raise --server_tensor_parallel"
     most, share = plan.sampler.utilization, plan.sampler.share

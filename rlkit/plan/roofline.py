@@ -151,7 +151,8 @@ def scoring(role: str, config: Any, case: Case) -> Cost:
 
         FLOPs   F
         memory  n W
-        links   fsdp2: an all-gather of n (W - R) + R;  megatron: of activations
+        links   fsdp2: an all-gather of n (W - R) + R, and all-reduces of tensor-parallel ranks;  megatron: of
+                activations
 
     Args:
         role: of the model: policy, critic or reference.
@@ -164,6 +165,7 @@ def scoring(role: str, config: Any, case: Case) -> Cost:
     else:
         shard, _ = fsdp_groups(case)
         link = all_gather(n * (size.weights - size.root) + size.root, shard)
+        link += _tensor_activations(config, case, forwards=1, backwards=0)
     return Cost(_rank_flops(role, config, case), n * size.weights, link)
 
 
@@ -174,7 +176,8 @@ def training(role: str, config: Any, case: Case) -> Cost:
                 one F for a vision tower that is frozen, as it is below adapters
         memory  n (2 W + 2 T); n W more with gradient checkpointing
         links   fsdp2: an all-gather of n (2 W - R), a reduce-scatter of the float32 gradients 4 n T, and between the
-                replicas of hybrid sharding an all-reduce of their shards;  megatron: activations
+                replicas of hybrid sharding an all-reduce of their shards; all-reduces of tensor-parallel ranks;
+                megatron: activations
 
     Weights are read for forward and backward, and gradients written in 16 bits. A mini-batch has at least one
     micro-batch. For each optimizer step, of which a pass has one for each mini-batch:
@@ -198,6 +201,7 @@ def training(role: str, config: Any, case: Case) -> Cost:
         link = all_gather(n * (2 * size.weights - size.root), shard)
         link += reduce_scatter(n * GRADIENT * size.trained, shard)
         link += all_reduce(n * GRADIENT * size.trained / shard.size, replicas)
+        link += _tensor_activations(config, case, forwards=1 + recomputes, backwards=1)
         of_step = LinkBytes()
     pass_over_rows, step = Cost(flops, memory, link), Cost(memory=ADAMW * size.owned, link=of_step)
     return passes(cfg) * pass_over_rows + steps * step
@@ -207,7 +211,8 @@ def weight_sync(sampler: SamplerMemory, case: Case) -> Cost:
     """Gathering of the trained weights, or of their adapters alone, for the sampler; with G bytes of them,
 
         memory  2 G
-        links   fsdp2: an all-gather of G;  megatron: see `rlkit.plan.megatron_links.sync_link_bytes`
+        links   fsdp2: an all-gather of G, also between tensor-parallel ranks;
+                megatron: see `rlkit.plan.megatron_links.sync_link_bytes`
         host    twice vLLM's base model if it sleeps while the trainer works and is sent adapters alone
 
     What is sent on to servers is not counted.
@@ -220,14 +225,21 @@ def weight_sync(sampler: SamplerMemory, case: Case) -> Cost:
     gathered = HALF * size.trained if adapters else size.weights
     sleeps = adapters and cfg.rollout == "vllm"
     shard, _ = fsdp_groups(case)
-    return Cost(memory=2 * gathered, link=all_gather(gathered, shard), host=2 * sampler.weights if sleeps else 0)
+    link, tensor = all_gather(gathered, shard), group(cfg.parallel.get("tensor", 1), 1, case.gpus_per_node)
+    if tensor.size > 1:  # which have the other parts of the matrices that they share
+        shared = (HALF * size.parameters - gathered) * tensor.size / (tensor.size - 1)
+        link, gathered = link + all_gather(shared, tensor), HALF * size.parameters
+    return Cost(memory=2 * gathered, link=link, host=2 * sampler.weights if sleeps else 0)
 
 
 def fsdp_groups(case: Case) -> tuple[Group, Group]:
-    """The ranks that shard a model, and those that have the same shard of its replicas (`--parallel fsdp_size`)."""
-    world, gpus_per_node = case.world, case.gpus_per_node
-    size = case.cfg.parallel.get("fsdp_size", world)
-    return group(size, 1, gpus_per_node), group(world // size, size, gpus_per_node)
+    """The ranks that shard a model, and those that have the same shard of its replicas (`--parallel fsdp_size`).
+
+    Tensor-parallel ranks are neighbours, and each of them shards its part of the model with every `tensor`-th rank.
+    """
+    world, gpus_per_node, tensor = case.world, case.gpus_per_node, case.cfg.parallel.get("tensor", 1)
+    size = case.cfg.parallel.get("fsdp_size", world // tensor)
+    return group(size, tensor, gpus_per_node), group(world // (tensor * size), size, gpus_per_node)
 
 
 def rows_flops(config: Any, workload: Workload, prompts: int, *, head: bool = True) -> int:
@@ -246,11 +258,19 @@ def rows_flops(config: Any, workload: Workload, prompts: int, *, head: bool = Tr
 
 
 def _rank_flops(role: str, config: Any, case: Case) -> float:
-    """F: model-parallel ranks share the work equally."""
+    """F: model-parallel ranks share the work equally.
+
+    With fsdp2 each of them encodes all images, and tensor-parallel ranks each compute the whole output layer.
+    """
     rehearsal = case.rehearsal
     prompts = sum(packed.prompts for packed in rehearsal.micro_batches)
     flops = rows_flops(config, rehearsal.workload, prompts, head=role != "critic")
-    return flops * rehearsal.data_parallel_size / case.world
+    not_shared = 0.0
+    if case.cfg.engine == "fsdp2":
+        not_shared = _tower_flops(config, case)
+        if "tensor" in case.cfg.parallel:
+            not_shared += flops - rows_flops(config, rehearsal.workload, prompts, head=False)
+    return not_shared + (flops - not_shared) * rehearsal.data_parallel_size / case.world
 
 
 def _tower_flops(config: Any, case: Case) -> float:
@@ -259,7 +279,21 @@ def _tower_flops(config: Any, case: Case) -> float:
     patches = rehearsal.workload.image_patches(config)
     prompts = sum(packed.prompts for packed in rehearsal.micro_batches)
     flops = forward_flops(config, [], 0, [patches] * prompts) if patches else 0
-    return flops * rehearsal.data_parallel_size / case.world
+    return flops * (1 if case.cfg.engine == "fsdp2" else rehearsal.data_parallel_size / case.world)
+
+
+def _tensor_activations(config: Any, case: Case, *, forwards: int, backwards: int) -> LinkBytes:
+    """All-reduces of fsdp2's tensor-parallel ranks: t H numbers after each matrix that is split by rows in a forward
+    pass, and before each one that is split by columns in a backward pass; in most families 2 and 5 in a layer."""
+    size = case.cfg.parallel.get("tensor", 1)
+    if size == 1:
+        return LinkBytes()
+    text, rehearsal = config.get_text_config(), case.rehearsal
+    styles = [style for name, style in text.base_model_tp_plan.items() if name.startswith("layers.")]
+    times = forwards * styles.count("rowwise") + backwards * styles.count("colwise")
+    tokens = sum(packed.tokens(rehearsal.workload) for packed in rehearsal.micro_batches)
+    ranks = group(size, 1, case.gpus_per_node)
+    return text.num_hidden_layers * times * all_reduce(HALF * tokens * text.hidden_size, ranks)
 
 
 def _megatron_groups(case: Case) -> megatron_links.Groups:

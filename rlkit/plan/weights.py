@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlkit.plan.fit import GIB
+from rlkit.plan.fit import distinct_gib
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Roles, empty
 from rlkit.runs.models import trained_part
@@ -35,6 +35,7 @@ def least_memory(cfg: Any, roles: Roles, world: int, gpu: Gpu) -> dict[str, Any]
     if cfg.engine not in ("fsdp1", "fsdp2"):
         raise ValueError(f"weights_only: expected --engine fsdp1 or fsdp2, got {cfg.engine}")
     size, limit = weight_and_optimizer_bytes(cfg, roles, world), USABLE * gpu.memory
-    numbers = f"{size / GIB:.1f} GiB, of {limit / GIB:.1f} GiB usable on {gpu.name}"
+    (taken,), most = distinct_gib([size], limit)
+    numbers = f"{taken} GiB, of {most} GiB usable on {gpu.name}"
     alone = f"weights, gradients and optimizer state alone take {numbers}"
     return {"fits": size <= limit, "verdict": alone if size <= limit else f"does not fit: {alone}"}

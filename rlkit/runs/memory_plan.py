@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +30,7 @@ from rlkit.tracking.files import replace_file, versions
 from rlkit.vlm.tiny import is_tiny
 
 FILE = "plan.json"
+CGROUP = Path("/sys/fs/cgroup")
 SEEN_ROWS = 100  # rows that are looked at for images
 PHASES = {"weight sync": "weight_sync", "generate": "generate"}  # of the plan, in a run; all others are its "train"
 
@@ -128,8 +130,21 @@ def _arguments(cfg: Any) -> list[str]:
     share = OWN_SERVER_SHARE if _starts_server_here(cfg, world) else 0.0
     arguments += ["--gpu", gpu.name, "--gpu_memory", str((1 - share) * gpu.total_memory / 2**30)]
     if hasattr(os, "sysconf"):  # not on Windows
-        arguments += ["--host_memory", str(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)]
+        arguments += ["--host_memory", str(host_memory() / 2**30)]
     return arguments
+
+
+def host_memory(cgroup: Path | None = None) -> int:
+    """Bytes of this machine's memory, or of this container's if its limit (docker --memory) is lower.
+
+    Args:
+        cgroup: the directory with the limits; by default `CGROUP`.
+    """
+    cgroup, sizes = cgroup or CGROUP, [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):  # of version 2, of version 1
+        with suppress(OSError, ValueError):  # no such file; "max", for no limit
+            sizes.append(int(file.read_text()))
+    return min(sizes)
 
 
 def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Run by `test_plan.py`, in a process of its own that has joined no others: plans, and what a real process takes.
 
-on_fake_ranks.py MODEL_DIR CONFIG_DIR OUT_FILE
+on_fake_ranks.py MODEL_DIR CONFIG_DIR SMOLLM2_DIR OUT_FILE
 
-CONFIG_DIR has the configuration of a model with a large vocabulary, without weights or tokenizer. SmolLM2-135M is
-planned and trained, too.
+CONFIG_DIR and SMOLLM2_DIR have configurations, without weights or tokenizer: of a model with a large vocabulary, and of
+a model that is trained, too.
 """
 
 import gc
@@ -11,7 +11,8 @@ import io
 import json
 import sys
 import time
-from contextlib import nullcontext, redirect_stdout
+from collections import deque
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import replace
 from importlib.util import find_spec
 from unittest import mock
@@ -20,8 +21,12 @@ import torch
 import torch.distributed as dist
 from sent_bytes import Sent
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
 
-from rlkit.engines import make_engine, offload
+from rlkit.engines import distributed, make_engine, offload
+from rlkit.engines.distributed import BUCKET_BYTES
+from rlkit.engines.fsdp import fsdp2
+from rlkit.engines.value_head import load_value_model
 from rlkit.losses import _kernels, token_mean
 from rlkit.plan import fake_ranks, rehearsal
 from rlkit.plan.__main__ import main as command
@@ -31,31 +36,33 @@ from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles, local
 from rlkit.plan.roofline import Case, training
 from rlkit.plan.workload import largest_micro_batches, longest_batch
+from rlkit.rollout.servers.weight_transfer import buckets
 from rlkit.runs.models import trained_part
+from rlkit.runs.options import sends_adapters
 from rlkit.vlm import load_model
-from rlkit.vlm.loading import load_config, model_path
-from rlkit.vlm.pretrained import SMOLLM2
+from rlkit.vlm.loading import load_config
 
-CASES = {  # ranks, options
-    "one_rank": (1, []),
-    "three_ranks": (3, ["--rollout", "vllm_server", "--servers", "http://a:1"]),
-    "two_by_two": (4, ["--parallel", "fsdp_size", "2", "--enable_gradient_checkpointing"]),
-    "ulysses": (4, ["--ulysses_sequence_parallel_size", "2"]),
-    "lora": (2, ["--lora_rank", "4", "--dtype", "bfloat16", "--sync_adapters", "--rollout", "vllm"]),
-    "nf4": (2, ["--lora_rank", "4", "--quantize_base"]),
-    "fused": (2, ["--use_fused_kernels", "--dtype", "bfloat16"]),
-    "offloaded": (2, ["--offload_between_phases", "--updates_per_batch", "2"]),
-    "offloaded_lora": (2, ["--offload_between_phases", "--updates_per_batch", "2", "--lora_rank", "4"]),
+CASES = {  # ranks, models beside the policy, options
+    "one_rank": (1, ("reference",), []),
+    "three_ranks": (3, (), ["--rollout", "vllm_server", "--servers", "http://a:1"]),
+    "two_by_two": (4, (), ["--parallel", "fsdp_size", "2", "--enable_gradient_checkpointing", "--rollout", "vllm"]),
+    "ulysses": (4, (), ["--ulysses_sequence_parallel_size", "2"]),
+    "tensor": (4, ("reference",), ["--parallel", "tensor", "2", "--rollout", "vllm"]),
+    "lora": (2, ("reference",), ["--lora_rank", "4", "--dtype", "bfloat16", "--sync_adapters", "--rollout", "vllm"]),
+    "nf4": (2, (), ["--lora_rank", "4", "--quantize_base"]),
+    "fused": (2, ("reference",), ["--use_fused_kernels", "--dtype", "bfloat16"]),
+    "critic": (2, ("critic",), []),
+    "offloaded": (2, (), ["--offload_between_phases", "--updates_per_batch", "2"]),
+    "offloaded_lora": (2, (), ["--offload_between_phases", "--updates_per_batch", "2", "--lora_rank", "4"]),
 }
-WITH_REFERENCE = ("one_rank", "lora")
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--prompts_per_step", "4"]
 STAGES = ["--parallel", "tensor", "2", "pipeline", "2"]
 TEACHER = ["--teacher", "CONFIG_DIR", "--loss", "jsd"]
 COMMANDS = {  # recipe, arguments
     "fits": ("grpo_vlm", ["--nproc", "2", "--gpu", "l4-24gb", *SHORT]),
     "too_large": ("sft", [
-        "--gpu", "l4-24gb", "--max_tokens", "8192", "--max_new_tokens", "0", "--no_enable_gradient_checkpointing",
-        "--micro_batch_tokens", "32768",
+        "--gpu", "l4-24gb", "--gpu_memory", "7", "--max_tokens", "2048", "--max_new_tokens", "0",
+        "--no_enable_gradient_checkpointing", "--micro_batch_tokens", "8192",
     ]),
     "reward_model": ("reward_model", ["--max_tokens", "256"]),
     "unknown_gpu": ("grpo_vlm", ["--gpu", "h1000"]),
@@ -72,83 +79,170 @@ COMMANDS = {  # recipe, arguments
     "servers": ("distill", [*TEACHER, "--teacher_servers", "http://a:1", "--teacher_top_k", "8", *SHORT]),
     "megatron_teacher": ("distill", ["--engine", "megatron", *TEACHER, *SHORT]),
 }  # fmt: skip
-LENGTHS = ["--max_prompt_tokens", "96", "--max_new_tokens", "40", "--micro_batch_tokens", "600"]
+LENGTHS = ["--max_prompt_tokens", "96", "--max_new_tokens", "60", "--micro_batch_tokens", "400", "--group_size", "4"]
 FEW_TOKENS = ["--max_prompt_tokens", "32", "--max_new_tokens", "48", "--micro_batch_tokens", "160", "--group_size", "4"]
 
 
-def planned(cfg, config, ranks, *, reference):
-    """The plan of a policy, perhaps with a reference; attention and output layer are computed as on a CPU."""
-    whole, adapters = reference and not cfg.lora_rank, reference and bool(cfg.lora_rank)
-    roles = Roles(policy=config, reference=config if whole else None, adapter_reference=adapters)
+def planned(cfg, roles, ranks):
+    """The plan of these models; attention and output layer are computed as on a CPU."""
     kernels_of_gpus = {"use_planned_attention": mock.DEFAULT, "use_packed_vision_attention": mock.DEFAULT}
     with mock.patch.multiple(rehearsal, **kernels_of_gpus), mock.patch.object(fake_ranks, "planned_head", nullcontext):
         plan = make_plan(cfg, roles, ranks, gpu_named("h100-80gb"), None)
     resident, host = plan.rehearsal.resident, plan.rehearsal.host
     two = replace(plan.rehearsal, micro_batches=plan.rehearsal.micro_batches[:2])
-    sent = training("policy", config, Case(cfg, two, ranks, gpus_per_node=8)).link.machine
+    sent = training("policy", roles.policy, Case(cfg, two, ranks, gpus_per_node=8)).link.machine
     found = {"phases": plan.phases, "resident": resident, "host": host, "sampler": plan.sampler.sequences}
     return {**found, "sent": sent, "copied_back": plan.rehearsal.copied_back}
 
 
-def taken(path, cfg, ranks):
+def planned_and_taken(cfg, ranks, beside):
+    """The plan, and what a process takes, of a policy with these models beside it."""
+    config = load_config(cfg.model)
+    reference = "reference" in beside
+    roles = Roles(
+        policy=config,
+        critic=config if "critic" in beside else None,
+        reference=config if reference and not cfg.lora_rank else None,
+        adapter_reference=reference and bool(cfg.lora_rank),
+    )
+    return {**planned(cfg, roles, ranks), "taken": taken(cfg, roles, ranks)}
+
+
+def make_engines(cfg, roles):
+    """The engines of these models, by role, as a recipe makes them on a GPU."""
+    path, dtype = cfg.model, getattr(torch, cfg.dtype)
+    shared = {
+        "device": "cpu", "compute_dtype": torch.bfloat16, "micro_batch_tokens": cfg.micro_batch_tokens,
+        "offload_between_phases": cfg.offload_between_phases, "use_fused_kernels": cfg.use_fused_kernels,
+        "ulysses_sequence_parallel_size": cfg.ulysses_sequence_parallel_size, **cfg.parallel,
+    }  # fmt: skip
+    trains = {
+        "optimizer": lambda p: torch.optim.AdamW(p, fused=True),
+        "enable_gradient_checkpointing": cfg.enable_gradient_checkpointing,
+    }
+    engines = {}
+    if roles.reference is not None:
+        model = load_model(path, dtype=roles.reference.dtype or dtype)
+        engines["reference"] = make_engine(cfg.engine, model=model, **shared)
+        engines["reference"].module.requires_grad_(False)
+    model = trained_part(cfg, load_model(path, dtype=dtype))
+    engines["policy"] = make_engine(cfg.engine, model=model, **shared, **trains)
+    if roles.critic is not None:
+        model = trained_part(cfg, load_value_model(path, dtype=dtype), head=True)
+        engines["critic"] = make_engine(cfg.engine, "value_model", model=model, **shared, **trains)
+    return engines
+
+
+def taken(cfg, roles, ranks):
     """Bytes that a process takes as rank 0, whose collectives reach nobody, for three updates on real tensors.
 
-    The peaks are those of torch's CPU allocator, from before the model is loaded on, in the last update.
+    The peaks are those of torch's CPU allocator, from before the models are loaded on, in the last update.
     """
     gc.collect()  # what an earlier engine frees later would be subtracted
-    marks = []
-    small_blocks = mock.patch.object(offload, "BLOCK_BYTES", 1 << 16)
-    with torch.autograd.profiler.profile(profile_memory=True) as profile, small_blocks:
+    begins, gradients = [], {}  # (phase, when it began), bytes by role
+    with ExitStack() as stack:
+        profile = stack.enter_context(torch.autograd.profiler.profile(profile_memory=True))
+        stack.enter_context(mock.patch.object(offload, "BLOCK_BYTES", 1 << 16))
+        # as on a GPU; and ranks that do not exist cannot say that they have the same rows
+        stack.enter_context(mock.patch.object(distributed, "GATHER_BY_BROADCAST", ()))
+        stack.enter_context(mock.patch.object(fsdp2, "make_model_parallel_group", lambda *_: None))
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-        engine = make_engine(
-            "fsdp2", model=trained_part(cfg, load_model(path, dtype=getattr(torch, cfg.dtype))), device="cpu",
-            optimizer=lambda p: torch.optim.AdamW(p, fused=True), compute_dtype=torch.bfloat16,
-            micro_batch_tokens=cfg.micro_batch_tokens, offload_between_phases=cfg.offload_between_phases,
-            enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, use_fused_kernels=cfg.use_fused_kernels,
-            keep_gradients=True, **cfg.parallel,
-        )  # fmt: skip
-        parameters = list(engine.module.parameters())
-        workload = longest_batch(cfg, engine.config, ranks, None)
-        batch = largest_micro_batches(workload, engine.config, cfg.micro_batch_tokens, share_prompts=True)
-        engine.optimizer.register_step_pre_hook(lambda *_: marks.append(time.time_ns()))
-        with Sent() as sent:  # in a first step, after which the optimizer has a state
-            engine.train_batch(batch, loss, engine.known_outputs)
-        to_host = mock.patch.object(offload, "copy_to_host", wraps=offload.copy_to_host)
-        with to_host as copied, engine.keep_on_device():
-            engine.train_batch(batch.select([0]), loss, engine.known_outputs)
-            marks.append(time.time_ns())
-            engine.train_batch(batch, loss, engine.known_outputs)
-        with engine._offloaded_weights.on_device(), engine._offloaded_state.on_device():
-            found = {
-                "parameters": parameters,
-                "gradients": [p.grad for p in parameters if p.grad is not None],
-                "optimizer": [x for one in engine.optimizer.state.values() for x in one.values()],
-            }
-            resident = {kind: storage_bytes(local(tensors)) for kind, tensors in found.items()}
-            copied_back = sum(call.args[0].nbytes() for call in copied.call_args_list)
-        host = engine.host_bytes
-        dist.destroy_process_group()
-    before_forward, before_step = marks[-2:]
-    return {**resident, "host": host, "copied_back": copied_back, "sent": sent.by_call, "peaks": {
-        "forward and backward": allocator_peak(profile, before_forward, before_step),
-        "optimizer step": allocator_peak(profile, before_step, time.time_ns()),
-    }}  # fmt: skip
+        stack.callback(dist.destroy_process_group)
+
+        def begin(phase):
+            begins.append((phase, time.time_ns()))
+
+        begin("made")
+        engines = make_engines(cfg, roles)
+        trained = [(role, engines[role]) for role in ("critic", "policy") if role in engines]
+        for role, engine in trained:
+
+            def before_step(*_, role=role, engine=engine):
+                found = [p.grad for p in engine.module.parameters() if p.grad is not None]
+                gradients[role] = storage_bytes(local(found))
+                begin(f"{PREFIXES[role]}optimizer step")
+
+            engine.optimizer.register_step_pre_hook(before_step)
+        policy = engines["policy"]
+        workload = longest_batch(cfg, policy.config, policy.data_parallel_size, None)
+        batch = largest_micro_batches(workload, policy.config, cfg.micro_batch_tokens, share_prompts=True)
+
+        def train(role, rows):
+            begin(f"{PREFIXES[role]}forward and backward")
+            engines[role].train_batch(rows, loss, engines[role].known_outputs)
+            begin("trained")
+
+        for role, _ in trained:
+            with Sent() as sent:  # in a first step, after which the optimizer has a state; the policy's is the last
+                train(role, batch)
+        begin("reference")
+        if "reference" in engines:
+            engines["reference"].infer_batch(batch)
+        elif roles.adapter_reference:
+            with policy.disable_adapter():
+                policy.infer_batch(batch)
+        with mock.patch.object(offload, "copy_to_host", wraps=offload.copy_to_host) as copied:
+            for role, engine in trained:
+                with engine.keep_on_device():
+                    train(role, batch.select([0]))
+                    train(role, batch)
+        begin("weight sync")
+        send_weights(policy, cfg)
+        begin("end")
+        found = {"parameters": 0, "optimizer": 0}
+        for _, engine in trained:
+            with engine._offloaded_weights.on_device(), engine._offloaded_state.on_device():
+                state = [x for one in engine.optimizer.state.values() for x in one.values()]
+                found["parameters"] += storage_bytes(local(engine.module.parameters()))
+                found["optimizer"] += storage_bytes(local(state))
+                copied_back = sum(call.args[0].nbytes() for call in copied.call_args_list)
+        host = policy.host_bytes
+    peaks = allocator_peaks(profile, begins)
+    found |= {"gradients": gradients, "host": host, "copied_back": copied_back}
+    return {**found, "sent": sent.by_call, "peaks": peaks}
+
+
+PREFIXES = {"policy": "", "critic": "critic: "}
+
+
+def send_weights(engine, cfg):
+    """As the sampling back ends take them."""
+    if sends_adapters(cfg):
+        adapters = dict(engine.get_adapter(dtype=torch.bfloat16)[1])
+        del adapters
+    elif cfg.rollout == "vllm_server":
+        for bucket in buckets(engine.get_per_tensor_param(dtype=torch.bfloat16), BUCKET_BYTES):
+            sent = bucket  # while the next one is gathered
+            del bucket
+        del sent
+    elif cfg.rollout == "vllm":
+        for weight in engine.get_per_tensor_param(dtype=torch.bfloat16):
+            del weight
+    else:
+        with engine.gathered():
+            pass
 
 
 def loss(out, mb):
     return token_mean(sum(out.tensors.values()), mb.mask, mb.total_tokens), {}
 
 
-def allocator_peak(profile, begin, end):
-    """Most bytes that torch's allocator had given out, between two moments."""
+def allocator_peaks(profile, begins):
+    """Most bytes that torch's allocator had given out in each phase; of a phase that came twice, the second time.
+
+    Args:
+        begins: (phase, when it began), in their order.
+    """
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    total, peak = 0, 0
-    for at, size in sorted((event.start_ns(), event.nbytes()) for event in events):
-        peak = max(peak, total) if at >= begin else 0
-        if at > end:
-            break
-        total += size
-    return max(peak, total) if at <= end else peak
+    changes = deque(sorted((event.start_ns(), event.nbytes()) for event in events))
+    total, peaks = 0, {}
+    for (phase, _), until in zip(begins, [*(at for _, at in begins[1:]), float("inf")], strict=True):
+        peak = total
+        while changes and changes[0][0] <= until:
+            total += changes.popleft()[1]
+            peak = max(peak, total)
+        peaks[phase] = peak
+    return peaks
 
 
 def storage_bytes(tensors):
@@ -178,20 +272,16 @@ def said(recipe, arguments, config_dir):
     return {"printed": printed.getvalue(), "end": message}
 
 
-def main(path, config_dir, out):
+def main(path, config_dir, smollm2_dir, out):
     # the plan is for a GPU, and so are its pieces of logits
     _kernels.CPU_CACHE_BYTES, _kernels.CPU_CHUNK_BYTES = _kernels.PIECE_BYTES, _kernels.CHUNK_BYTES
-    module, config = load_recipe("recipes/grpo_vlm.py"), load_config(path)
-    found = {}
-    for name, (ranks, options) in CASES.items():
+    module, found = load_recipe("recipes/grpo_vlm.py"), {}
+    for name, (ranks, beside, options) in CASES.items():
         cfg = recipe_options(module, ["--model", path, *LENGTHS, *options])
-        found[name] = planned(cfg, config, ranks, reference=name in WITH_REFERENCE)
-        if name != "ulysses":  # the ranks of a real group would have to answer
-            found[name]["taken"] = taken(path, cfg, ranks)
-    cfg = recipe_options(module, ["--model", SMOLLM2, *FEW_TOKENS, "--no_enable_gradient_checkpointing"])
-    smollm2 = model_path(SMOLLM2)
-    found["smollm2"] = planned(cfg, load_config(smollm2), 2, reference=False)
-    found["smollm2"]["taken"] = taken(smollm2, cfg, 2)
+        found[name] = planned_and_taken(cfg, ranks, beside)
+    AutoModelForCausalLM.from_config(load_config(smollm2_dir)).save_pretrained(smollm2_dir)
+    options = ["--model", smollm2_dir, *FEW_TOKENS, "--no_enable_gradient_checkpointing"]
+    found["smollm2"] = planned_and_taken(recipe_options(module, options), 2, ())
     found["distilled"] = distilled(config_dir)
     found["commands"] = {name: said(*case, config_dir) for name, case in COMMANDS.items()}
     if find_spec("megatron") and find_spec("triton"):

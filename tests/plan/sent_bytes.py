@@ -38,6 +38,10 @@ class Sent(TorchDispatchMode):
                 _, tensor, _, _, rows, *_ = args  # how many of them go to each rank; none: equal parts
                 own = rows[group.rank()] / max(sum(rows), 1) if rows else 1 / group.size()
                 self._add(name if tensor.ndim > 1 else f"{name} vector", tensor.nbytes * (1 - own))
+        if func is torch.ops._c10d_functional.all_reduce.default:  # of DTensors
+            tensor, _, group_name = args
+            size = dist.distributed_c10d._resolve_process_group(group_name).size()
+            self._add(name, 2 * tensor.nbytes * (size - 1) / size)
         return func(*args, **(kwargs or {}))
 
     def _add(self, call, size):

@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from rlkit.plan import __main__ as command_line
-from rlkit.plan.fit import LOADING, Plan, ways_to_fit
+from rlkit.plan.fit import GIB, LOADING, Plan, distinct_gib, ways_to_fit
 from rlkit.plan.hardware import USABLE, gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Rehearsal, Roles
@@ -206,6 +206,17 @@ def test_offloading_is_not_advised_to_a_host_without_room():
         limited = replace(plan, host_limit=limit and limit << 30)
         changes = [change for way in ways_to_fit(config(), limited, LLAMA, 4, 8) for change in way.changes]
         assert ("--offload_between_phases" in changes) == advised
+
+
+def test_numbers_that_rounding_makes_equal_have_more_decimals():
+    """It was "does not fit: ... 1.1 GiB, of 1.1 GiB"."""
+    assert distinct_gib([int(1.14 * GIB), 2 * GIB], 1.11 * GIB) == (["1.14", "2.00"], "1.11")
+    assert distinct_gib([2 * GIB], GIB) == (["2.0"], "1.0") and distinct_gib([GIB], GIB) == (["1.0000"], "1.0000")
+    usable = int(USABLE * H100.memory)
+    large = plan_of(1, SamplerMemory(0, 0, 2, 2), backward={"activations": usable + (10 << 20)})
+    assert verdict(config(), large).startswith("does not fit: backward 73.57 GiB of 73.56 GiB usable on h100-80gb")
+    small = replace(large, phases={"train": {"parameters": usable - (1 << 20)}})
+    assert verdict(config(), small).startswith("fits: 73.562 GiB of 73.563 GiB usable")
 
 
 def test_advice_for_a_host_that_is_too_small(monkeypatch):

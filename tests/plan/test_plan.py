@@ -12,8 +12,8 @@ from transformers import AutoConfig, LlamaConfig
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from on_fake_ranks import CASES, LENGTHS  # noqa: E402
-from published_configs import qwen_vl  # noqa: E402
+from on_fake_ranks import CASES, LENGTHS, PREFIXES  # noqa: E402
+from published_configs import qwen_vl, smollm2  # noqa: E402
 
 from rlkit.engines.megatron.supported import ParallelDims  # noqa: E402
 from rlkit.plan import __main__ as command_line  # noqa: E402
@@ -40,10 +40,13 @@ def large_vocabulary():
 
 @pytest.fixture(scope="module")
 def found(tiny_dir, tmp_path_factory):
-    out, config_dir = (tmp_path_factory.mktemp(name) for name in ("plans", "model"))
-    large_vocabulary().save_pretrained(config_dir)
-    out = out / "plans.json"
-    script = [sys.executable, HERE / "on_fake_ranks.py", tiny_dir, config_dir, out]
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("large_vocabulary", "smollm2")}
+    large_vocabulary().save_pretrained(folders["large_vocabulary"])
+    few_layers = smollm2()
+    few_layers.num_hidden_layers = 6
+    few_layers.save_pretrained(folders["smollm2"])
+    out = tmp_path_factory.mktemp("plans") / "plans.json"
+    script = [sys.executable, HERE / "on_fake_ranks.py", tiny_dir, *folders.values(), out]
     done = subprocess.run(list(map(str, script)), capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())
@@ -52,26 +55,30 @@ def found(tiny_dir, tmp_path_factory):
 OFFLOADED = ("offloaded", "offloaded_lora")
 
 
-@pytest.mark.parametrize("name", [*(name for name in CASES if name != "ulysses"), "smollm2"])
+@pytest.mark.parametrize("name", [*CASES, "smollm2"])
 def test_planned_bytes_are_what_a_process_takes(found, name):
     """Parameters, gradients and optimizer exactly; peaks are those of torch's allocator, with attention on a CPU."""
-    planned, taken = found[name]["phases"]["optimizer step"], found[name]["taken"]
-    for kind in ("parameters", "gradients", "optimizer"):
-        assert planned[kind] == taken[kind] > 0, kind
-    assert "gradients" not in found[name]["resident"]  # they are freed before sampling
+    phases, resident, taken = (found[name][key] for key in ("phases", "resident", "taken"))
+    for kind in ("parameters", "optimizer"):
+        assert phases["optimizer step"][kind] == taken[kind] > 0, kind
+    for role, size in taken["gradients"].items():
+        assert phases[f"{PREFIXES[role]}optimizer step"]["gradients"] == size > 0, role
+    assert "gradients" not in resident  # they are freed before sampling
     if name in OFFLOADED:
-        assert "parameters" not in found[name]["resident"]
-        assert found[name]["resident"]["optimizer"] < 1000  # step counters, which AdamW keeps on the host anyway
+        assert "parameters" not in resident
+        assert resident["optimizer"] < 1000  # step counters, which AdamW keeps on the host anyway
         assert found[name]["copied_back"] == pytest.approx(taken["copied_back"], abs=4000)
         assert (taken["copied_back"] < 0.5 * taken["host"]) == (name == "offloaded_lora")  # frozen weights stay there
         assert found[name]["host"] == taken["host"] == pytest.approx(taken["parameters"] + taken["optimizer"], abs=4000)
-    for phase, peak in taken["peaks"].items():
-        expected = total(found[name]["phases"], phase) - planned.get("reference", 0)
-        expected += taken["host"]  # this process has copies on the host in the same memory
-        assert expected == pytest.approx(peak, rel=0.01 if name == "smollm2" else 0.1), phase
+    compared = {phase: taken["peaks"][phase] for phase in phases if phase not in ("load", "generate")}
+    assert len(compared) == 3 + ("reference" in phases) + 2 * (name == "critic")
+    for phase, peak in compared.items():
+        planned = total(phases, phase) - phases[phase].get("sampler's weights", 0)
+        planned += taken["host"]  # this process has copies on the host in the same memory
+        assert planned == pytest.approx(peak, rel=0.01 if name == "smollm2" else 0.1), phase
 
 
-@pytest.mark.parametrize("name", ["three_ranks", "two_by_two", "lora", "nf4"])
+@pytest.mark.parametrize("name", ["three_ranks", "two_by_two", "tensor", "lora", "nf4"])
 def test_fsdp_sends_what_is_planned(found, name):
     """Weights and gradients of two micro-batches; beside them the padding of shards, and metrics."""
     planned, sent = found[name]["sent"], found[name]["taken"]["sent"]
@@ -291,7 +298,7 @@ def test_advice_names_options_with_which_it_fits(found):
     assert any(line.startswith("does not fit: forward and backward") for line in lines)
     assert lines[-1].startswith("fits with --use_fused_kernels")
     tried = [float(line.split()[-2]) for line in lines if line.startswith("  with ")]
-    assert tried == sorted(tried, reverse=True) and tried[-1] < 20.5
+    assert tried == sorted(tried, reverse=True) and tried[-1] < 6.5
 
 
 def test_what_never_fits_is_one_sentence_with_the_least_that_was_reached(monkeypatch, capsys):

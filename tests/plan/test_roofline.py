@@ -1,10 +1,15 @@
 """FLOPs, bytes and links of each phase of a plan, with numbers worked by hand."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig, LlamaConfig
+
+sys.path.append(str(Path(__file__).parents[1]))
+from published_configs import qwen_vl  # noqa: E402
 
 from rlkit.engines.flops import forward_flops
 from rlkit.engines.megatron.supported import ParallelDims
@@ -14,7 +19,7 @@ from rlkit.plan.links import Group, LinkBytes, all_gather, all_reduce, all_to_al
 from rlkit.plan.recipes import load_recipe
 from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles, empty
 from rlkit.plan.report import caveats, time_table
-from rlkit.plan.roofline import Case, Cost, costs, generation, rows_flops, scoring, training
+from rlkit.plan.roofline import Case, Cost, costs, generation, rows_flops, scoring, training, weight_sync
 from rlkit.plan.sampler import SamplerMemory, sequence_bytes
 from rlkit.plan.workload import PackedRows, Workload, optimizer_steps, packed_rows, passes
 
@@ -82,6 +87,34 @@ def test_fsdp_gathers_over_its_shards_alone():
     assert links(training, fsdp_size=8) == shards + LinkBytes(network=2 * reduced / 8 / 2)
     assert links(scoring, fsdp_size=1) == LinkBytes()
     assert links(training, fsdp_size=1) == LinkBytes(machine=2 * reduced * 7 / 8, network=2 * reduced / 2 / 8)
+
+
+def test_every_rank_of_a_model_parallel_group_encodes_the_images():
+    """Two ranks share the layers' work; Ulysses also that of the output layer, which tensor parallelism replicates."""
+    config = qwen_vl("qwen2.5-vl-3b")
+    rows = Workload(prompt=100, answer=50, image_tokens=32, prompts=3, group_size=4)
+    half = rehearsal({"policy": ModelSize(400, 800)}, rows, data_parallel_size=8)
+    tower = forward_flops(config, [], 0, [32 * 4] * 3)
+    rest = rows_flops(config, rows, 3) - tower
+    head = 3 * 4 * 50 * 2 * 2048 * 151936
+    for parallel, shared in (({}, rest), ({"tensor": 2}, rest - head)):
+        cfg = SimpleNamespace(**{**vars(FSDP2), "parallel": parallel})
+        found = scoring("policy", config, Case(cfg, half, 16, 8)).flops
+        assert found == tower + rest - shared + shared / 2
+    assert 0 < tower < rest
+
+
+def test_tensor_parallel_ranks_are_neighbours():
+    """7 matrices in a layer, 2 of them split by rows; 2 ranks share each of 8 shards, 4 of which are on a machine."""
+    size = ModelSize(400, 600, root=100, trained=300)  # 400 of 800 bytes are in shared matrices: 200 here
+    half = rehearsal({"policy": size}, data_parallel_size=8)
+    cfg = SimpleNamespace(**{**vars(FSDP2), "parallel": {"tensor": 2}, "rollout": "vllm_server"})
+    case, tokens = Case(cfg, half, 16, 8), 3 * (100 + 4 * 50)
+    reduced = LLAMA.num_hidden_layers * all_reduce(2 * tokens * 64, Group(2, 2))
+    assert scoring("policy", LLAMA, case).link == all_gather(3 * 500 + 100, Group(8, 4)) + 2 * reduced
+    sent = all_gather(3 * (2 * 600 - 100) + 3 * 4 * 300, Group(8, 4))
+    assert training("policy", LLAMA, case).link == sent + 7 * reduced
+    assert weight_sync(SamplerMemory(0, 0, 12, 12), case).link == all_gather(600, Group(8, 4)) + LinkBytes(200)
 
 
 def test_training_reads_weights_and_writes_gradients():

@@ -138,9 +138,20 @@ def test_a_server_that_the_run_starts_on_its_gpu_has_its_share(model, gpu, tmp_p
 
 
 def test_the_machines_memory_is_known_at_the_start(recipe, model, gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_plan, "CGROUP", tmp_path / "no limit")
     found = arguments_of_a_start(options(recipe, model), tmp_path, monkeypatch)
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
     assert float(found["--host_memory"]) == pytest.approx(int(total.split()[1]) / 2**20, rel=0.01)
+
+
+@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_containers_limit_is_the_memory_of_its_host(tmp_path, file):
+    """The first file is that of cgroups in version 2, the second in version 1, where no limit is a large number."""
+    whole = memory_plan.host_memory(tmp_path)
+    (path := tmp_path / file).parent.mkdir(exist_ok=True)
+    for limit, expected in ((f"{64 << 20}\n", 64 << 20), ("max\n", whole), ("9223372036854771712\n", whole)):
+        path.write_text(limit)
+        assert memory_plan.host_memory(tmp_path) == expected
 
 
 def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
@@ -148,7 +159,7 @@ def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
     with pytest.raises(ValueError) as refused:
         planned_memory(options(recipe, model), tmp_path)
     sentence = str(refused.value)
-    assert sentence.startswith("the run does not fit: ") and "GiB of 0.2 GiB usable on NVIDIA" in sentence
+    assert sentence.startswith("the run does not fit: ") and "GiB of 0.18 GiB usable on NVIDIA" in sentence
     assert "forward and backward" in sentence and "--plan_seconds 0 starts the run all the same" in sentence
     assert (
         "\n" not in sentence and "`python -m rlkit.plan` with --nproc 1 " in sentence and "--gpu 'NVIDIA " in sentence
@@ -189,6 +200,21 @@ def test_weights_that_do_not_fit_are_refused_also_without_a_plan(recipe, model, 
         else:
             with pytest.raises(ValueError, match=f"^the run {verdict}; --plan_seconds 0 starts the run all the same$"):
                 planned_memory(cfg, tmp_path)
+
+
+@pytest.mark.parametrize("error", [memory_plan._NotPlannedError("no time"), OSError("no space")])
+def test_weights_that_cannot_be_counted_do_not_end_the_run(recipe, model, gpu, tmp_path, capsys, monkeypatch, error):
+    """Megatron's, which has no --weights_only, or a model that cannot be made in time."""
+    commands = []
+
+    def plan(recipe, arguments, *_):
+        commands.append("--weights_only" in arguments)
+        raise error
+
+    monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
+    assert planned_memory(options(recipe, model), tmp_path) == {}
+    assert commands == [False, True]
+    assert capsys.readouterr().out == f"memory is not planned: {error}\n"
 
 
 def test_a_changed_recipe_model_or_version_is_planned_again(model, gpu, tmp_path, monkeypatch):
