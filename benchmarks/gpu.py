@@ -1,5 +1,5 @@
 """Tables of one GPU: the output layer beside a matrix product, a step of a 3B with images, copies of its weights, and
-their hand-over to vLLM.
+their transfer to vLLM.
 
     benchmarks/gpu.sh            # writes benchmarks/results/gpu.md
     benchmarks/gpu.sh --small    # tries the script with small sizes, also on a CPU, and prints only
@@ -221,7 +221,7 @@ def time_of_copies(engine: object) -> str:
     return table("Copies of all weights", ["what", "GB", "seconds", "GB/s"], rows)
 
 
-def hand_over(config: object) -> str:
+def weight_sync(config: object) -> str:
     """Seconds in which vLLM, in this process and with random weights of its own, takes all weights of an engine."""
     engine = new_engine(config)
     with tempfile.TemporaryDirectory() as folder:
@@ -274,7 +274,7 @@ def main() -> None:
         lambda: head(64 if small else 16384, heads, matmul),
         lambda: steps(config, workload, peak),
         lambda: copies(config, workload),
-        lambda: hand_over(config),
+        lambda: weight_sync(config),
     ]
     write_each([lambda: title, *tables], None if small else OUT)
 

@@ -67,7 +67,7 @@ class Sampler:
 
 def test_a_sampler_without_weights_of_its_own_is_sent_all_of_them(monkeypatch):
     monkeypatch.setattr(gpu, "make_rollout", Sampler)
-    row = gpu.hand_over(gpu.small_config()).splitlines()[-1]
+    row = gpu.weight_sync(gpu.small_config()).splitlines()[-1]
     sampler = Sampler.last
     assert sampler.started == ("vllm", "dummy") and sampler.closed
     assert len(sampler.sent) == 5 and len(sampler.sent[0]) > 20  # one not counted, three, and one for the peak
