@@ -154,9 +154,8 @@ class Fsdp2Engine:
     ) -> None:
         if only_scores and optimizer is not None:
             raise ValueError("only_scores: expected False in an engine with an optimizer, got True")
-        self.only_scores = only_scores
         self.device = init_distributed(device)
-        self.processor = processor
+        self.processor, self.only_scores = processor, only_scores
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
         self.use_remove_padding, self.use_fused_kernels = use_remove_padding, use_fused_kernels
         self.share_prompts, self.router_replay = share_prompts and use_remove_padding, router_replay

@@ -69,12 +69,13 @@ def cast_to_units(model: nn.Module, units: Mapping[nn.Module, torch.dtype], dtyp
         units: from `fsdp_units`.
         dtype: of the rest.
     """
-    rest = {p: dtype for p in model.parameters()}
     of_units = {p: unit_dtype for module, unit_dtype in units.items() for p in module.parameters()}
-    for p, unit_dtype in (rest | of_units).items():
-        if p.is_floating_point():
-            # `p.data = ...` has no effect on a parameter that tensor parallelism has sharded
-            torch.utils.swap_tensors(p, nn.Parameter(p.detach().to(unit_dtype), p.requires_grad))
+    cast: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if p not in cast and p.is_floating_point():
+                cast[p] = nn.Parameter(p.detach().to(of_units.get(p, dtype)), p.requires_grad)
+            setattr(module, name, cast.get(p, p))
 
 
 def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
