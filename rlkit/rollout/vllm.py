@@ -107,7 +107,6 @@ class VllmRollout:
             )
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
         of_family = family_options(model, config)
-        max_model_len = max_model_len or original_length(config)
         if self.on_gpu:
             dtype, options = dtype or "bfloat16", with_family_options(of_family, options)
         else:
@@ -126,7 +125,7 @@ class VllmRollout:
             config=config,
             dtype=dtype,
             tensor_parallel_size=tensor_parallel_size,
-            max_model_len=max_model_len,
+            max_model_len=max_model_len or original_length(config),
             gpu_memory_utilization=gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_sleep_mode=self.on_gpu,
