@@ -17,7 +17,7 @@ from rlkit.engines import make_engine
 from rlkit.engines.model_files import NotInShardsError
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
-from rlkit.rollout.sampling import end_token_ids
+from rlkit.rollout.sampling import model_end_token_ids
 from rlkit.runs.command_line import option_value
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.options import AdapterOptions, EngineOptions, OptimizerOptions, TrainingOptions
@@ -87,14 +87,9 @@ def processor_of(cfg: Any, path: str) -> Any:
 
 
 def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
-    """Token ids that end an answer: those of the model's generation config, and the tokenizer's."""
-    from transformers import GenerationConfig
-
-    try:
-        config = GenerationConfig.from_pretrained(model_path(path))
-    except OSError:
-        config = GenerationConfig.from_model_config(load_config(path, trust_remote_code=cfg.trust_remote_code))
-    return end_token_ids(getattr(processor, "tokenizer", processor), config.eos_token_id)
+    """Token ids that end an answer, see `rlkit.rollout.sampling.model_end_token_ids`."""
+    config = load_config(path, trust_remote_code=cfg.trust_remote_code)
+    return model_end_token_ids(model_path(path), config, getattr(processor, "tokenizer", processor))
 
 
 def build_engine(cfg: TrainingOptions, path: str, processor: Any, *, optimizer_steps: int) -> Any:
