@@ -22,7 +22,7 @@ from rlkit.runs.command_line import option_value
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.options import AdapterOptions, EngineOptions, OptimizerOptions, TrainingOptions
 from rlkit.runs.rollouts import recorded
-from rlkit.runs.vllm_options import vllm_options
+from rlkit.runs.vllm_options import processor_options, vllm_options
 from rlkit.tracking import Run
 from rlkit.vlm import (
     audio_tower_pattern,
@@ -37,7 +37,7 @@ from rlkit.vlm import (
     trainable_summary,
     vision_tower_pattern,
 )
-from rlkit.vlm.chat_template import check_template_options
+from rlkit.vlm.chat_template import check_template_options, set_chat_template
 from rlkit.vlm.checkpoint_weights import adapter_parameters
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.model_config import is_config_file, write_model
@@ -73,14 +73,17 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
 
 
 def processor_of(cfg: Any, path: str) -> Any:
-    """The processor of a model, with the run's options for videos.
+    """The processor of a model, with the run's options for images and videos, and its chat template if it has one.
 
     Raises:
-        ValueError: as `load_processor` and `rlkit.vlm.processors.check_vocabulary`, or its chat template does not have
-            an option that the run asks for.
+        ValueError: as `load_processor` and `rlkit.vlm.processors.check_vocabulary`; the chat template cannot be read,
+            or does not have an option that the run asks for.
     """
-    videos = {name: getattr(cfg, name) for name in ("video_fps", "video_frames", "video_sound")}
-    processor = load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
+    options = {name: getattr(cfg, name) for name in ("video_fps", "video_frames", "video_sound")}
+    options |= processor_options(cfg)
+    processor = load_processor(path, trust_remote_code=cfg.trust_remote_code, **options)
+    if cfg.chat_template:
+        set_chat_template(processor, cfg.chat_template)
     check_vocabulary(processor, load_config(path, trust_remote_code=cfg.trust_remote_code))
     check_template_options(processor, cfg.chat_template_kwargs)
     return processor

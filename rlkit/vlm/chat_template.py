@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from os.path import commonprefix
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,6 +103,21 @@ def _render_unchecked(
         )
 
 
+def set_chat_template(processor: Any, file: str | Path) -> None:
+    """Replaces the chat template of a processor and of its tokenizer, with which it is saved.
+
+    Raises:
+        ValueError: no such file, or one that is no Jinja template.
+    """
+    try:
+        template = Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template: expected a Jinja file, got {str(file)!r}: {error}") from error
+    with _template_errors():
+        _template_variables(template)
+    processor.chat_template = getattr(processor, "tokenizer", processor).chat_template = template
+
+
 def _check_shown(
     processor: Any, text: str, messages: Sequence[Message], thinking_tags: tuple[str, str], first: str = "messages[0]"
 ) -> None:
@@ -189,12 +205,11 @@ def check_template_options(processor: Any, options: Mapping[str, Any], *, with_t
     Args:
         with_tools: whether the chat has tools; by default unknown, and an option of either template will do.
     """
-    known = None
-    if options:
-        cases = [False, True] if with_tools is None else [with_tools]
-        of_cases = [_options_of_template(processor, with_tools=case) for case in cases]
-        known = frozenset().union(*of_cases) if None not in of_cases else None
-    if known is not None and (wrong := [name for name in options if name not in known]):
+    cases = [False, True] if with_tools is None else [with_tools]
+    of_cases = [_options_of_template(processor, with_tools=case) for case in cases if options]
+    known = frozenset[str]().union(*(names for names in of_cases if names is not None))
+    wrong = [name for name in options if name not in known]
+    if wrong and None not in of_cases:
         names = ", ".join(sorted(known)) or "none"
         raise ValueError(
             f"chat_template_kwargs: expected options of the model's chat template ({names}), got {wrong[0]!r}"
@@ -242,9 +257,10 @@ def _template_variables(template: str) -> frozenset[str]:
     parsed = environment.parse(without_marks)
     assigned = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
     optional = set()
-    for node in parsed.find_all((nodes.If, nodes.Assign)):
-        decides = node.test if isinstance(node, nodes.If) else node.node
-        optional |= _names_tested(decides) & {name.name for name in node.find_all(nodes.Name) if name.ctx == "store"}
+    deciding = [(node, node.test) for node in parsed.find_all(nodes.If)]
+    for node, expression in [*deciding, *((node, node.node) for node in parsed.find_all(nodes.Assign))]:
+        set_here = {name.name for name in node.find_all(nodes.Name) if name.ctx == "store"}
+        optional |= _names_tested(expression) & set_here
     return frozenset(find_undeclared_variables(parsed) - FUNCTIONS_OF_TRANSFORMERS - (assigned - optional))
 
 
@@ -253,8 +269,9 @@ def _names_tested(expression: Any) -> set[str]:
     from jinja2 import nodes
 
     root = nodes.Output([expression])  # `find_all` leaves out the node itself
-    tests = [found for found in root.find_all((nodes.Test, nodes.Filter)) if isinstance(found.node, nodes.Name)]
-    return {found.node.name for found in tests if found.name in ("defined", "undefined", "default", "d")}
+    tests = [*root.find_all(nodes.Test), *root.find_all(nodes.Filter)]
+    of_presence = [found.node for found in tests if found.name in ("defined", "undefined", "default", "d")]
+    return {node.name for node in of_presence if isinstance(node, nodes.Name)}
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def load_processor(
 
     Raises:
         ValueError: no such model, a vision-language model without a processor, an option that its image processor does
-            not have, or `video_sound` for a model that hears nothing.
+            not have, options for a text model, or `video_sound` for a model that hears nothing.
     """
     import transformers
 
@@ -190,6 +190,8 @@ def load_processor(
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ValueError(f"model {path!r}: {error}") from error
+        if options:
+            raise ValueError(f"image processor options: expected none for a text model, got {next(iter(options))!r}")
         _check_video_sound(tokenizer, video_sound)
         return tokenizer
     options["trust_remote_code"] = trust_remote_code
