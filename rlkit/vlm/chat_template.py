@@ -153,14 +153,16 @@ def _pieces(message: Message, thinking_tags: tuple[str, str], *, is_last: bool) 
         tags = [*thinking_tags, *THINKING_TAGS]
         texts = texts if is_last else ["".join(texts).split(thinking_tags[1])[-1].split(THINKING_TAGS[1])[-1]]
         pattern = "|".join(re.escape(tag.strip()) for tag in tags)
-        held = {message[field]: field for field in THINKING_FIELDS if is_last and message.get(field)}
-        yield from ((field, thinking) for thinking, field in held.items())  # once, if two fields have the same
+        held = [(field, message[field]) for field in THINKING_FIELDS if is_last and message.get(field)]
+        for i, (field, thinking) in enumerate(held):
+            if thinking not in [other for _, other in held[:i]]:  # two fields may have the same
+                yield field, thinking
     for text in texts:
         for piece in re.split(pattern, text):
             yield "content", piece
     for call in message.get("tool_calls") or ():
-        yield "tool_calls", call["function"]["name"]
-        for leaf in _leaves(call["function"]["arguments"]):
+        function = call.get("function") or call
+        for leaf in (function["name"], *_leaves(function["arguments"])):
             yield "tool_calls", leaf
 
 

@@ -416,6 +416,9 @@ def test_thinking_in_a_field_is_trained_or_refused(tiny_dir):
     assert "rename the field to thinking, which the template reads" in refusal(renames, row)
     both = {**assistant("four"), "thinking": "hm", "reasoning_content": "hm"}
     assert trained(renames, {"messages": [user("2+2?"), both]}) == ["hmfour<|im_end|>"]
+    parts = {**assistant("four"), "reasoning_content": [{"type": "text", "text": "hm"}]}  # own reads text
+    own.chat_template = own.chat_template.replace("hm.strip()", "hm.strip() if hm is string")
+    assert "messages[1].reasoning_content" in refusal(own, {"messages": [user("2+2?"), parts]})
 
 
 def test_earlier_thinking_may_go_from_a_prompt_and_nothing_else(tiny_dir):
