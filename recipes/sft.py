@@ -10,7 +10,8 @@ message of the assistant.
 How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, section 3.5):
 - The loss is the mean over the answer tokens of the whole batch, so a long answer has more weight
   than a short one. With `sequence_mean` in place of `token_mean` below, all answers have the same.
-- The loss covers every message of the assistant, with its end token, and nothing else.
+- The loss covers every message of the assistant, with its end token, and nothing else; with
+  `--train_on last` only the last one.
 - The length of a run is given in steps (in the paper: 16 epochs). The learning rate decays
   linearly (cosine). There is no dropout (0.2).
 - The exported model is that of the last step. The paper selects a checkpoint by reward model.
@@ -18,6 +19,7 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from rlkit import runs
 from rlkit.data import collate, load_chats, rows_of_steps
@@ -27,7 +29,11 @@ from rlkit.losses import token_mean
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
-    """sft has no options of its own."""
+    """One option of its own."""
+
+    train_on: Literal["all", "last"] = "all"
+    """Messages of the assistant that are trained: all of a chat, or the last one. Templates that
+    remove the thinking of earlier messages allow the last one alone."""
 
 
 def loss_fn(out, mb):
@@ -53,7 +59,8 @@ def main(cfg: Config) -> None:
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    encode = runs.chat_encoder(cfg, run, path, processor, engine)
+    last_only = cfg.train_on == "last"
+    encode = runs.chat_encoder(cfg, run, path, processor, engine, last_only=last_only)
     heldout = encode(enumerate(task.heldout))
     evaluate = partial(evaluate_chats, run=run, engine=engine, sampler=sampler, chats=heldout)
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)

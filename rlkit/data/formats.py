@@ -17,8 +17,8 @@ The formats (docs/tasks.md has examples):
 A row that has been read keeps its columns and gets these: `messages` (the prompt), `question` (its last question as
 text), `images` and, if it has any, `videos` and `audios` (in the order of their places), `answer` (the correct answer,
 for reward functions) and `tools`; for supervised fine-tuning `completion`; for preference pairs `chosen` and
-`rejected`; for unpaired preferences `completion` and `label`. An answer is a text, or a message if it calls tools.
-`read_as` marks a row that has been read; it is not read again.
+`rejected`; for unpaired preferences `completion` and `label`. An answer is a text, or a message if it calls tools or
+has its thinking in a field of its own. `read_as` marks a row that has been read; it is not read again.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import numpy as np
 from rlkit.data.messages import (
     AUDIO_MARK,
     IMAGE_MARK,
+    THINKING_FIELDS,
     VIDEO_MARK,
     Message,
     from_json,
@@ -97,7 +98,7 @@ def chat_row(raw: Row) -> dict[str, Any]:
     if (text := _plain_text(raw)) is not None:
         return {**raw, "plain_text": text, "question": "", "images": [], "answer": None}
     chat = read_chat(raw)
-    completion = _text_unless_tools(chat.completion) if chat.completion is not None else _only_answer(raw)
+    completion = _text_if_all(chat.completion) if chat.completion is not None else _only_answer(raw)
     answer = _right_answer(raw)
     return {
         **_prompt(raw, chat.messages, "chat"),
@@ -369,7 +370,7 @@ def _only_answer(raw: Row) -> str:
 def _one_answer(found: Any, name: str) -> Any:
     """A single answer from a text, a number, or a list with one message of the assistant."""
     if isinstance(found, list) and len(found) == 1 and found[0].get("role") == "assistant":
-        return _text_unless_tools(found[0])
+        return _text_if_all(found[0])
     if isinstance(found, list) and found:
         got = f"{len(found)} messages, the first of role {found[0].get('role')!r}"
         raise ValueError(f"{name}: expected a text or one message of the assistant, got {got}")
@@ -378,9 +379,9 @@ def _one_answer(found: Any, name: str) -> Any:
     return str(found)
 
 
-def _text_unless_tools(answer: Message) -> Any:
-    """The text of an answer, or the whole message if it calls tools."""
-    return answer if answer.get("tool_calls") else text_of(answer)
+def _text_if_all(answer: Message) -> Any:
+    """The text of an answer, or the whole message if it has more: calls of tools, or thinking in a field of its own."""
+    return answer if any(answer.get(field) for field in ("tool_calls", *THINKING_FIELDS)) else text_of(answer)
 
 
 def _assistant_message(text: str) -> Message:

@@ -2,7 +2,8 @@
 
 A message is {"role": "user", "content": ...}. Its content is a text, or a list of parts {"type": "image"},
 {"type": "video"}, {"type": "audio"} and {"type": "text", "text": ...}. OpenAI's parts `image_url` and `input_audio`,
-and vLLM's `video_url` and `audio_url`, are read as these. A message of the assistant may have `tool_calls`.
+and vLLM's `video_url` and `audio_url`, are read as these. A message of the assistant may have `tool_calls`, and its
+thinking in a field such as `reasoning_content`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ AUDIO_MARK = "<audio>"
 
 MEDIA = ("image", "video", "audio")
 """Kinds of media, each of which is also the type of a part of a message."""
+
+THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which a message of the assistant may hold its thinking; templates differ in which of them they read."""
 
 
 class Prompt(NamedTuple):
@@ -135,8 +139,9 @@ def _read_message(one: Any, name: str) -> Message:
     read = {key: value for key, value in one.items() if value is not None}  # tables fill missing fields with None
     content = read.get("content")
     if calls := read.get("tool_calls"):
-        read |= {"tool_calls": [_read_call(call, f"{name}.tool_calls") for call in calls], "content": content or ""}
-    elif isinstance(content, list | tuple):
+        read["tool_calls"] = [_read_call(call, f"{name}.tool_calls") for call in calls]
+        content = read["content"] = content or ""
+    if isinstance(content, list | tuple):
         read["content"] = [_read_part(part, f"{name}.content") for part in content]
     elif not isinstance(content, str):
         raise ValueError(f"{name}.content: expected text or a list of parts, got {_short(content)}")
@@ -182,12 +187,16 @@ def _input_audio(found: Any, name: str) -> str:
 
 
 def _read_call(call: Any, name: str) -> Mapping[str, Any]:
-    """A tool call with its arguments as an object, as chat templates expect; in OpenAI's form they are JSON text."""
+    """A tool call with its arguments as an object, as chat templates expect; in OpenAI's form they are JSON text.
+
+    It keeps its `id`, which some templates write.
+    """
     function = call.get("function") or call if isinstance(call, Mapping) else {}
     arguments = from_json(function.get("arguments"))
     if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
         raise ValueError(f"{name}: expected a function's name and its arguments, got {_short(call)}")
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    of_call = {} if call.get("id") is None else {"id": call["id"]}
+    return {**of_call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def place_media(

@@ -34,7 +34,7 @@ from rlkit.data.user_code import Failures
 from rlkit.rollout.background import in_daemon_thread, start_event_loop
 from rlkit.rollout.sampling import OnFinished, Sampling, sample_name, sampling_per_request
 from rlkit.rollout.shared_rows import call_on_one_rank
-from rlkit.vlm.chat_template import encode_observation, template_options
+from rlkit.vlm.chat_template import OBSERVATION, encode_observation, template_options
 from rlkit.vlm.images import load_image
 
 GRACE_SECONDS = 10.0  # after its timeout, until a step that blocks the event loop is abandoned
@@ -156,9 +156,20 @@ def _token_limit(request: Sample, sampling: Sampling, max_tokens: int | None, ma
 
 def _check_template_keeps_turns(processor: Any, row: Row, role: str) -> None:
     """Raise a ValueError, before anything is generated, if the chat template cannot append an observation."""
-    encode_observation(
-        processor, prompt_of(row)[0], message(role, ""), thinking_tags=thinking_tags_of(row), **template_options(row)
-    )
+
+    def check(role: str) -> None:
+        options = {"thinking_tags": thinking_tags_of(row), **template_options(row)}
+        encode_observation(processor, prompt_of(row)[0], message(role, OBSERVATION), **options)
+
+    try:
+        check(role)
+    except ValueError as error:
+        other = "tool" if role == "user" else "user"
+        try:
+            check(other)
+        except ValueError:
+            raise error from None
+        raise ValueError(f"{error}; this template takes observations of the role {other!r} (--role {other})") from error
 
 
 def _with_chat(sample: Sample) -> Sample:

@@ -120,6 +120,22 @@ def end_token_ids(tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> l
     return token_ids
 
 
+def model_end_token_ids(path: str, config: Any, tokenizer: Any) -> list[int]:
+    """`end_token_ids` of a model. Without a generation_config.json its config.json names them, as in transformers.
+
+    Args:
+        path: directory or hub id of the model.
+        config: its transformers configuration.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        generation_config = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation_config = GenerationConfig.from_model_config(config)
+    return end_token_ids(tokenizer, generation_config.eos_token_id)
+
+
 def with_routed_experts(sample: Sample, routed_experts: Tensor) -> Sample:
     """The sample with the experts of its tokens; those that it had before this call stay.
 

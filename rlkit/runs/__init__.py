@@ -59,7 +59,7 @@ from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import batch_totals, engine_flops, mean_metrics, totals, training_passes
 from rlkit.runs.updates import keep_on_device, mini_batches
-from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flags
+from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flags, processor_flags
 
 __all__ = [
     "OWN_SERVER_SHARE",
@@ -110,6 +110,7 @@ __all__ = [
     "one_sentence_errors",
     "parse_options",
     "pass_at_k",
+    "processor_flags",
     "record_evaluation",
     "resume",
     "resume_answers",

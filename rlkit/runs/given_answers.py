@@ -59,14 +59,16 @@ def answer_encoder(
     return lambda rows: _given_answers(*encode_share(rows, with_answers, encoder, run, engine))
 
 
-def chat_encoder(cfg: GivenAnswerOptions, run: Run, path: str, processor: Any, engine: Any) -> RowEncoder:
-    """`answer_encoder` for chats: one sequence per row, with all assistant messages in the mask."""
+def chat_encoder(
+    cfg: GivenAnswerOptions, run: Run, path: str, processor: Any, engine: Any, *, last_only: bool = False
+) -> RowEncoder:
+    """`answer_encoder` for chats: one sequence per row, with all assistant messages in the mask, or the last one."""
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
     encoder = encoder_for(cfg, processor)
 
     def with_chat(prompt: Sample) -> tuple[Sample, list[Sample]]:
-        return prompt, [encode_chat(prompt, processor, ends, max_tokens)]
+        return prompt, [encode_chat(prompt, processor, ends, max_tokens, last_only=last_only)]
 
     return lambda rows: _given_answers(*encode_share(rows, with_chat, encoder, run, engine))
 

@@ -17,12 +17,12 @@ from rlkit.engines import make_engine
 from rlkit.engines.model_files import NotInShardsError
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
-from rlkit.rollout.sampling import end_token_ids
+from rlkit.rollout.sampling import model_end_token_ids
 from rlkit.runs.command_line import option_value
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.options import AdapterOptions, EngineOptions, OptimizerOptions, TrainingOptions
 from rlkit.runs.rollouts import recorded
-from rlkit.runs.vllm_options import longest_row, vllm_options
+from rlkit.runs.vllm_options import longest_row, processor_options, vllm_options
 from rlkit.tracking import Run
 from rlkit.vlm import (
     audio_tower_pattern,
@@ -37,7 +37,7 @@ from rlkit.vlm import (
     trainable_summary,
     vision_tower_pattern,
 )
-from rlkit.vlm.chat_template import check_template_options
+from rlkit.vlm.chat_template import check_template_options, set_chat_template
 from rlkit.vlm.checkpoint_weights import adapter_parameters
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.long_rope import has_long_factors, original_length
@@ -74,28 +74,26 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
 
 
 def processor_of(cfg: Any, path: str) -> Any:
-    """The processor of a model, with the run's options for videos.
+    """The processor of a model, with the run's options for images and videos, and its chat template if it has one.
 
     Raises:
-        ValueError: as `load_processor` and `rlkit.vlm.processors.check_vocabulary`, or its chat template does not have
-            an option that the run asks for.
+        ValueError: as `load_processor` and `rlkit.vlm.processors.check_vocabulary`; the chat template cannot be read,
+            or does not have an option that the run asks for.
     """
-    videos = {name: getattr(cfg, name) for name in ("video_fps", "video_frames", "video_sound")}
-    processor = load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
+    options = {name: getattr(cfg, name) for name in ("video_fps", "video_frames", "video_sound")}
+    options |= processor_options(cfg)
+    processor = load_processor(path, trust_remote_code=cfg.trust_remote_code, **options)
+    if cfg.chat_template:
+        set_chat_template(processor, cfg.chat_template)
     check_vocabulary(processor, load_config(path, trust_remote_code=cfg.trust_remote_code))
     check_template_options(processor, cfg.chat_template_kwargs)
     return processor
 
 
 def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
-    """Token ids that end an answer: those of the model's generation config, and the tokenizer's."""
-    from transformers import GenerationConfig
-
-    try:
-        config = GenerationConfig.from_pretrained(model_path(path))
-    except OSError:
-        config = GenerationConfig.from_model_config(load_config(path, trust_remote_code=cfg.trust_remote_code))
-    return end_token_ids(getattr(processor, "tokenizer", processor), config.eos_token_id)
+    """Token ids that end an answer, see `rlkit.rollout.sampling.model_end_token_ids`."""
+    config = load_config(path, trust_remote_code=cfg.trust_remote_code)
+    return model_end_token_ids(model_path(path), config, getattr(processor, "tokenizer", processor))
 
 
 def build_engine(cfg: TrainingOptions, path: str, processor: Any, *, optimizer_steps: int) -> Any:

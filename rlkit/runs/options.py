@@ -61,6 +61,9 @@ class TaskOptions:
     set's test or validation split; without one, a tenth of the rows, at most 300."""
     allow_outside_files: bool = False
     """Also read images, videos and audios outside the data set's folder: by an absolute path, by .. or by a link."""
+    processor_options: tuple[str, ...] = ()
+    """Options of the model's image processor, as in --processor_options max_pixels=602112, which limits the tokens of
+    an image. Values are JSON or text. Servers that run already cannot be told."""
     video_fps: float = 2.0
     """Frames per second that the model sees of a video."""
     video_frames: int = 32
@@ -75,6 +78,8 @@ class TaskOptions:
     """Text around every question; {question} marks its place."""
     answer_prefix: str = ""
     """Text that every answer begins with, such as <think>. It is part of the prompt: not sampled, not trained on."""
+    chat_template: str = ""
+    """Jinja file that takes the place of the model's chat template, also in the exported model."""
     chat_template_kwargs: dict[str, str] = field(default_factory=dict)
     """Options of the model's chat template, as in --chat_template_kwargs enable_thinking false. Values are true, false,
     numbers or text."""
@@ -336,6 +341,17 @@ def check_servers(cfg: Any) -> None:
             f"servers: expected URLs for --rollout {cfg.rollout}, got none; `python -m rlkit.rollout.serve --model "
             f"{cfg.model}` starts a vLLM server"
         )
+
+
+def check_processor_options(cfg: Any) -> None:
+    """Raise a ValueError if servers prepare images, which do not know the options of the run's processor."""
+    for name in ("servers", "teacher_servers"):
+        if getattr(cfg, "processor_options", ()) and getattr(cfg, name, ()):
+            raise ValueError(
+                f"processor_options: expected none with --{name}, which prepare images as the files of their model "
+                'say; copy the model to a directory, in it run load_processor("COPY", max_pixels=...)'
+                '.save_pretrained("COPY"), and use the copy for servers and run alike'
+            )
 
 
 def check_sync_adapters(cfg: Any) -> None:

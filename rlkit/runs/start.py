@@ -33,6 +33,7 @@ from rlkit.runs.options import (
     RunOptions,
     check_engine_options,
     check_evaluation,
+    check_processor_options,
     check_quantize_base,
     check_ranges,
     check_servers,
@@ -101,6 +102,7 @@ def start_run(
     check_engine_options(cfg)
     if not starts_servers:
         check_servers(cfg)
+    check_processor_options(cfg)
     check_rollouts(cfg, samples_ahead=starts_servers)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)  # all ranks initialize the same adapters

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from rlkit.vlm.model_config import json_or_text
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 OWN_SERVER_SHARE = 0.4  # of a GPU's memory, for a server that a run starts on a GPU which also trains
@@ -22,6 +25,8 @@ def vllm_options(cfg: Any, engines: Sequence[Any]) -> dict[str, Any]:
         engines: all training engines on this GPU.
     """
     options = adapter_options(cfg)
+    if cfg.processor_options:
+        options["mm_processor_kwargs"] = processor_options(cfg)
     if (longest := longest_sequence(cfg)) is not None:
         options["max_model_len"] = longest
     if torch.cuda.is_available() and not cfg.gpu_memory_utilization:
@@ -45,6 +50,20 @@ def adapter_flags(cfg: Any) -> list[str]:
     if not (options := adapter_options(cfg)):
         return []
     return ["--enable-lora", "--max-lora-rank", str(options["max_lora_rank"])]
+
+
+def processor_options(cfg: Any) -> dict[str, Any]:
+    """The run's options of the image processor by name."""
+    pairs = [text.partition("=") for text in cfg.processor_options]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise ValueError(f"processor_options: expected name=value, as in max_pixels=602112, got {wrong[0]!r}")
+    return {name: json_or_text(value) for name, _, value in pairs}
+
+
+def processor_flags(cfg: Any) -> list[str]:
+    """The run's options of the image processor as a flag of a vLLM server."""
+    options = processor_options(cfg)
+    return ["--mm-processor-kwargs", json.dumps(options)] if options else []
 
 
 def length_flags(cfg: Any) -> list[str]:

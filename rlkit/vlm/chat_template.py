@@ -5,18 +5,22 @@ No other module of rlkit calls a chat template.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
+from os.path import commonprefix
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
-from rlkit.data.messages import MEDIA, Message, prompt_of, text_of
+from rlkit.data.messages import MEDIA, THINKING_FIELDS, Message, parts_of, prompt_of, text_of
 from rlkit.data.samples import (
     THINKING_TAGS,
     Row,
@@ -46,8 +50,12 @@ def render(
     tools: Any = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = False,
+    thinking_tags: tuple[str, str] = THINKING_TAGS,
 ) -> str:
     """The text of a chat in the processor's chat template.
+
+    All that the messages contain must appear in the text, except the thinking of assistant messages before the last
+    message, which templates of reasoning models leave out.
 
     The content of each message is passed as a list of parts to processors, and as text to tokenizers. Other forms fail
     silently: templates of some vision families (LLaVA, SmolVLM) drop plain text, and those of text models print a list
@@ -59,12 +67,28 @@ def render(
         tools: JSON schemas of functions, for templates that show them.
         chat_template_kwargs: options of the template itself, such as {"enable_thinking": False}.
         add_generation_prompt: begin the assistant's turn at the end.
+        thinking_tags: what begins and ends thinking in the content of assistant messages.
 
     Raises:
-        ValueError: no chat template, a template that fails, refuses the messages, does not have an option or does not
-            show tools, or images, videos or audios for a text model. Templates run in transformers' sandbox, which has
-            no limit of time.
+        ValueError: no chat template, a template that fails, refuses the messages, leaves something out, does not have
+            an option or does not show tools, or images, videos or audios for a text model. Templates run in
+            transformers' sandbox, which has no limit of time.
     """
+    options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    text = _render_unchecked(processor, messages, add_generation_prompt=add_generation_prompt, **options)
+    _check_shown(processor, text, messages, thinking_tags)
+    return text
+
+
+def _render_unchecked(
+    processor: Any,
+    messages: Sequence[Message],
+    *,
+    tools: Any,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    add_generation_prompt: bool = False,
+) -> str:
+    """`render`, but the template may leave out what the messages contain."""
     has_vision = hasattr(processor, "tokenizer")
     if getattr(processor, "chat_template", "") is None:
         raise ValueError(_no_template(processor))
@@ -79,10 +103,115 @@ def render(
         )
 
 
-def check_template_options(processor: Any, options: Mapping[str, Any], *, with_tools: bool = False) -> None:
-    """Raise a ValueError for options that the chat template does not read: it would ignore them without a word."""
-    known = _options_of_template(processor, with_tools=with_tools) if options else None
-    if known is not None and (wrong := [name for name in options if name not in known]):
+def set_chat_template(processor: Any, file: str | Path) -> None:
+    """Replaces the chat template of a processor and of its tokenizer, with which it is saved.
+
+    Raises:
+        ValueError: no such file, or one that is no Jinja template.
+    """
+    try:
+        template = Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template: expected a Jinja file, got {str(file)!r}: {error}") from error
+    with _template_errors():
+        _template_variables(template)
+    processor.chat_template = getattr(processor, "tokenizer", processor).chat_template = template
+
+
+def _check_shown(
+    processor: Any, text: str, messages: Sequence[Message], thinking_tags: tuple[str, str], first: str = "messages[0]"
+) -> None:
+    """Raise a ValueError if something that the messages contain does not appear in the rendered text.
+
+    Each occurrence in the text counts for one piece only. Longer pieces are looked up first, as they may contain
+    shorter ones. White space at the ends of a piece does not count, as many templates strip it.
+
+    Args:
+        first: what the error calls the message, if there is one only.
+    """
+    pieces = [
+        (piece, i, field)
+        for i, one in enumerate(messages)
+        for field, piece in _pieces(one, thinking_tags, is_last=i + 1 == len(messages))
+    ]
+    for piece, i, field in sorted(pieces, key=lambda found: -len(str(found[0]))):
+        written = next((form for form in _written_forms(piece) if form in text), None)
+        if written is None:
+            name = first if len(messages) == 1 else f"messages[{i}]"
+            raise ValueError(
+                f"{name}.{field}: expected a chat template that writes it for the role "
+                f"{messages[i]['role']!r}, got a text without {piece!r:.80}; {_advice(processor, field)}"
+            )
+        text = text.replace(written, "\0", 1)
+
+
+def _pieces(message: Message, thinking_tags: tuple[str, str], *, is_last: bool) -> Iterator[tuple[str, Any]]:
+    """(field, value) of all texts and numbers of a message that its template has to write."""
+    texts = [part["text"] for part in parts_of(message) if part["type"] == "text"]
+    pattern = "/(?:no_?)?think"  # switches, which SmolLM3's template removes from a system message
+    if message["role"] == "assistant":
+        tags = [*thinking_tags, *THINKING_TAGS]
+        texts = texts if is_last else ["".join(texts).split(thinking_tags[1])[-1].split(THINKING_TAGS[1])[-1]]
+        pattern = "|".join(re.escape(tag.strip()) for tag in tags)
+        held = [(field, message[field]) for field in THINKING_FIELDS if is_last and message.get(field)]
+        for i, (field, thinking) in enumerate(held):
+            if thinking not in [other for _, other in held[:i]]:  # two fields may have the same
+                yield field, thinking
+    for text in texts:
+        for piece in re.split(pattern, text):
+            yield "content", piece
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or call
+        for leaf in (function["name"], *_leaves(function["arguments"])):
+            yield "tool_calls", leaf
+
+
+def _leaves(found: Any) -> Iterator[Any]:
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            if value is not None:  # tables have None in place of arguments that a call lacks
+                yield key
+                yield from _leaves(value)
+    elif isinstance(found, list | tuple):
+        for one in found:
+            yield from _leaves(one)
+    else:
+        yield found
+
+
+def _written_forms(piece: Any) -> Iterator[str]:
+    """How a template may write a piece: as it is, or as JSON or Python."""
+    if piece is None or isinstance(piece, bool | int | float):
+        yield from (json.dumps(piece), str(piece))
+    else:
+        stripped = str(piece).strip()
+        yield stripped
+        for quoted in (json.dumps(stripped, ensure_ascii=False), json.dumps(stripped), repr(stripped)):
+            yield quoted[1:-1]
+
+
+def _advice(processor: Any, field: str) -> str:
+    other = "use a template that writes it (--chat_template FILE)"
+    if field == "tool_calls":
+        return f"write the calls into the content, as the model does, or {other}"
+    if field in THINKING_FIELDS:
+        read = [name for name in THINKING_FIELDS if name in str(getattr(processor, "chat_template", ""))]
+        rename = f"rename the field to {' or '.join(read)}, which the template reads; or " if read else ""
+        return f"{rename}put it between the model's thinking tags at the start of the content, or {other}"
+    return f"take another role, or {other}"
+
+
+def check_template_options(processor: Any, options: Mapping[str, Any], *, with_tools: bool | None = None) -> None:
+    """Raise a ValueError for options that the chat template does not read: it would ignore them without a word.
+
+    Args:
+        with_tools: whether the chat has tools; by default unknown, and an option of either template will do.
+    """
+    cases = [False, True] if with_tools is None else [with_tools]
+    of_cases = [_options_of_template(processor, with_tools=case) for case in cases if options]
+    known = frozenset[str]().union(*(names for names in of_cases if names is not None))
+    wrong = [name for name in options if name not in known]
+    if wrong and None not in of_cases:
         names = ", ".join(sorted(known)) or "none"
         raise ValueError(
             f"chat_template_kwargs: expected options of the model's chat template ({names}), got {wrong[0]!r}"
@@ -100,29 +229,51 @@ def _check_template_shows_tools(processor: Any) -> None:
 
 
 def _options_of_template(processor: Any, *, with_tools: bool) -> frozenset[str] | None:
-    """Names that the chat template reads and that neither rlkit nor transformers sets; None without a template.
+    """Names that the chat template reads and that rlkit does not set; None without a template.
 
     Of several templates, transformers renders "tool_use" for a tokenizer with tools, and otherwise "default".
     """
-    template, tokenizer = getattr(processor, "chat_template", None), getattr(processor, "tokenizer", processor)
+    template = getattr(processor, "chat_template", None)
     if isinstance(template, Mapping):
-        tool_template = template.get("tool_use") if with_tools and tokenizer is processor else None
+        is_tokenizer = not hasattr(processor, "tokenizer")
+        tool_template = template.get("tool_use") if with_tools and is_tokenizer else None
         template = tool_template or template.get("default")
     if not template:
         return None
     with _template_errors():
-        return _template_variables(template) - SET_BY_RENDER - tokenizer.special_tokens_map.keys()
+        return _template_variables(template) - SET_BY_RENDER
 
 
 @cache
 def _template_variables(template: str) -> frozenset[str]:
-    """Variables that a chat template expects to be given."""
+    """Variables that a chat template can be given.
+
+    A name that the template assigns is one only if it does so where the name is not defined, or as its default.
+    """
+    from jinja2 import nodes
     from jinja2.meta import find_undeclared_variables
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     without_marks = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", template)  # a statement of transformers' own
-    return frozenset(find_undeclared_variables(environment.parse(without_marks)) - FUNCTIONS_OF_TRANSFORMERS)
+    parsed = environment.parse(without_marks)
+    assigned = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    optional = set()
+    deciding = [(node, node.test) for node in parsed.find_all(nodes.If)]
+    for node, expression in [*deciding, *((node, node.node) for node in parsed.find_all(nodes.Assign))]:
+        set_here = {name.name for name in node.find_all(nodes.Name) if name.ctx == "store"}
+        optional |= _names_tested(expression) & set_here
+    return frozenset(find_undeclared_variables(parsed) - FUNCTIONS_OF_TRANSFORMERS - (assigned - optional))
+
+
+def _names_tested(expression: Any) -> set[str]:
+    """Names of which an expression of a template tests whether they are defined, or for which it has a default."""
+    from jinja2 import nodes
+
+    root = nodes.Output([expression])  # `find_all` leaves out the node itself
+    tests = [*root.find_all(nodes.Test), *root.find_all(nodes.Filter)]
+    of_presence = [found.node for found in tests if found.name in ("defined", "undefined", "default", "d")]
+    return {node.name for node in of_presence if isinstance(node, nodes.Name)}
 
 
 @contextmanager
@@ -193,7 +344,8 @@ def encode_prompt(
         messages, image_sources, video_sources, audio_sources = prompt_of(row)
         images = [load_image(source) for source in image_sources]
         videos, audios = load_videos(processor, video_sources), load_audios(processor, audio_sources)
-        text = render(processor, messages, add_generation_prompt=True, **template_options(row))
+        options = {"thinking_tags": thinking_tags_of(row), **template_options(row)}
+        text = render(processor, messages, add_generation_prompt=True, **options)
         text += row.get("answer_prefix") or ""
         thinking_opened = text.rstrip().endswith(thinking_tags_of(row)[0].rstrip())
         sample = encode_text(processor, text, images, videos, audios)
@@ -229,6 +381,7 @@ def encode_prompts(
 
 # an assistant turn that stands in for the sampled one; a template must keep both parts
 THOUGHT, ANSWER = "(rlkit's probe: a thought)", "(rlkit's probe: an answer)"
+OBSERVATION = "(rlkit's probe: an observation)"  # stands in for a message after it
 
 
 def encode_observation(
@@ -245,7 +398,8 @@ def encode_observation(
     """The tokens between one assistant turn and the next: an environment's message, and the start of the next turn.
 
     Only the suffix that the chat template adds is tokenized, so tokens of earlier turns stay as they were sampled. It
-    begins after the end token of the assistant's turn if the policy has sampled that token, else with it.
+    begins after the end token of the assistant's turn if the policy has sampled that token, else with what the template
+    writes after the turn's text.
 
     Args:
         messages: the chat before the assistant's turn. The content of that turn does not matter.
@@ -257,27 +411,35 @@ def encode_observation(
 
     Raises:
         ValueError: the template rewrites earlier turns when a message follows (some remove thoughts), so the sampled
-            tokens would no longer be in it; it does not end a turn with a special token; or an image cannot be encoded.
+            tokens would no longer be in it; it leaves the reply out; it does not end a turn with a special token; or an
+            image cannot be encoded.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     begin, end = thinking_tags
     turns = [*messages, {"role": "assistant", "content": f"{begin}\n{THOUGHT}\n{end}\n\n{ANSWER}"}]
     options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    before = render(processor, turns, **options)
-    after = render(processor, [*turns, reply], add_generation_prompt=True, **options)
+    before = _render_unchecked(processor, turns, **options)
+    after = _render_unchecked(processor, [*turns, reply], add_generation_prompt=True, **options)
     template = f"chat template of {tokenizer.name_or_path or type(processor).__name__!r}"
-    if not after.startswith(before) or THOUGHT not in before or ANSWER not in before:
+    head, has_answer, _ = before.rpartition(ANSWER)
+    if not has_answer or THOUGHT not in head or not after.startswith(head + ANSWER):
         raise ValueError(
             f"{template}: expected earlier turns to stay as they were sampled when a message of the role "
-            f"{reply['role']!r} follows, got rewritten ones; another role or another template is needed"
+            f"{reply['role']!r} follows, got rewritten ones; another role or another template is needed "
+            "(--chat_template FILE)"
         )
-    sample = encode_text(processor, after[before.rindex(ANSWER) + len(ANSWER) :], images)
+    added = after.removeprefix(head + ANSWER)
+    try:
+        _check_shown(processor, added, [reply], thinking_tags, "observation")
+    except ValueError as error:
+        raise ValueError(f"{template}: {error}") from error
+    sample = encode_text(processor, added, images)
     if sample.token_ids[0] not in tokenizer.added_tokens_decoder:
         first = tokenizer.decode(sample.token_ids[:1])
         raise ValueError(f"{template}: expected an end token after the assistant's turn, got {first!r}")
-    if ended_by not in (None, sample.token_ids[0]):
-        return sample
-    after_end = {name: getattr(sample, name)[1:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
+    ending = list(takewhile(tokenizer.added_tokens_decoder.__contains__, sample.token_ids))
+    sampled = 1 if ended_by is None else ending.index(ended_by) + 1 if ended_by in ending else 0
+    after_end = {name: getattr(sample, name)[sampled:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
     return replace(sample, **after_end)
 
 
@@ -293,25 +455,33 @@ def encode_answers(
         prompt: from `encode_prompt`; the sequences share its image tensors.
         processor: a transformers processor or tokenizer with a chat template.
         answers: texts, or messages of the assistant.
-        ends: token ids that end an answer. The first one is in the mask; if the template writes none, the tokenizer's
-            end token is appended, or the first of these.
+        ends: token ids that end an answer. The first one is in the mask. If the template writes none after the last
+            message, it is the one that the template writes before the next message, or else the tokenizer's end token,
+            or the first of these.
         max_tokens: the longest sequence allowed.
 
+    A template may write an answer otherwise than the policy samples it after the prompt: R1's removes the thinking from
+    an answer, and others write no empty thought where the prompt has one. An answer of text alone is then appended to
+    the prompt as it is, with the template's end token.
+
     Raises:
-        ValueError: a sequence that is too long, or a chat template that changes the prompt when an answer follows.
+        ValueError: a sequence that is too long; thinking that the prompt begins and the answer does not end; or a
+            message with tool calls or thinking that the template leaves out, or for which it changes the prompt.
     """
     messages = prompt_of(prompt.row).messages
     samples = []
     for answer in answers:
         reply = _assistant_message(answer, prompt.row)
-        ids = _turn(processor, prompt.row, messages, reply, ends, prompt.row.get("answer_prefix") or "").ids
+        ids = _turn(processor, prompt.row, messages, reply, ends, prefix=prompt.row.get("answer_prefix") or "").ids
         samples.append(append_response(prompt, ids, [0.0] * len(ids), text=text_of(reply)))
     for sample in samples:
         _check_length(sample, max_tokens)
     return samples
 
 
-def encode_chat(prompt: Sample, processor: Any, ends: Sequence[int], max_tokens: int) -> Sample:
+def encode_chat(
+    prompt: Sample, processor: Any, ends: Sequence[int], max_tokens: int, *, last_only: bool = False
+) -> Sample:
     """A whole chat as one sequence, with every assistant message and its end token in the mask.
 
     A row with `plain_text` is tokenized without a chat template. Its mask has all tokens but the first, which nothing
@@ -320,6 +490,7 @@ def encode_chat(prompt: Sample, processor: Any, ends: Sequence[int], max_tokens:
     Args:
         prompt: from `encode_prompt`; its row has the last answer as `completion`, see rlkit.data.load_chats.
         processor, ends, max_tokens: as in `encode_answers`.
+        last_only: only the last assistant message is in the mask. Earlier ones are as the template writes them.
 
     Raises:
         ValueError: as in `encode_answers`, or a chat template that changes an earlier answer when messages follow.
@@ -338,25 +509,26 @@ def encode_chat(prompt: Sample, processor: Any, ends: Sequence[int], max_tokens:
     messages = [*before, _assistant_message(row.get("completion"), row)]
     compact: list[int] = []
     mask: list[bool] = []
-    rest: list[int] = []  # tokens that the template writes after the last end token
-    rendered = ""  # the chat up to and including the last answer
+    rendered = ""  # the chat up to and including the last answer and its end token
     videos = iter(prompt.videos)
     for i, one in enumerate(messages):
-        if one["role"] != "assistant":
+        if one["role"] != "assistant" or (last_only and i < len(before)):
             continue
         prefix = row.get("answer_prefix") or "" if i == len(before) else ""
-        turn = _turn(processor, row, messages[:i], one, ends, prefix)
+        turn = _turn(processor, row, messages[:i], one, ends, prefix=prefix, following=messages[i + 1 : i + 2])
         if not turn.before.startswith(rendered):
             raise ValueError(
-                f"{_where(row)}: expected a chat template that keeps an answer when messages follow, got a change"
+                f"{_where(row)}: expected a chat template that keeps an answer when messages follow, got a change; "
+                "train on the last answer alone (sft.py has --train_on last), or use a template that keeps all "
+                "(--chat_template FILE)"
             )
         between = turn.before.removeprefix(rendered)
         if prompt.videos and type(processor).__name__ in FRAMES_AS_IMAGES:
             between = text_with_frames(processor, between, videos)
-        context = rest + tokenizer(between, add_special_tokens=False)["input_ids"]
+        context = tokenizer(between, add_special_tokens=False)["input_ids"]
         compact += context + turn.ids
         mask += [False] * len(context) + [True] * len(turn.ids)
-        rendered, rest = turn.after, turn.rest
+        rendered = turn.after
     ids = expand_placeholders(compact, prompt.placeholders)
     marks = np.repeat(mask, expanded_lengths(compact, prompt.placeholders)).tolist()
     sample = replace(prompt, token_ids=ids, compact_ids=compact, mask=marks, logprobs=[0.0] * len(ids))
@@ -382,26 +554,112 @@ class _Turn(NamedTuple):
 
     before: str  # the rendered chat up to the answer
     ids: list[int]  # tokens of the answer, with its end token
-    rest: list[int]  # tokens that the template writes after the end token
-    after: str  # the rendered chat with the answer
+    after: str  # the rendered chat up to and including the end token, if the template writes one
 
 
 def _turn(
-    processor: Any, row: Row, messages: Sequence[Message], answer: Message, ends: Sequence[int], prefix: str
+    processor: Any,
+    row: Row,
+    messages: Sequence[Message],
+    answer: Message,
+    ends: Sequence[int],
+    *,
+    prefix: str,
+    following: Sequence[Message] = (),
 ) -> _Turn:
-    tokenizer, options = getattr(processor, "tokenizer", processor), template_options(row)
-    answer = {**answer, "content": prefix + text_of(answer)}
-    before = render(processor, messages, add_generation_prompt=True, **options) + prefix
-    after = render(processor, [*messages, answer], **options)
-    if not after.startswith(before):
+    """An answer in the template's form, or as it is if the template changes it or the prompt.
+
+    Args:
+        messages: the chat before the answer.
+        prefix: the beginning of the answer that is part of the prompt.
+        following: the next message, if there is one.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    options = {"thinking_tags": thinking_tags_of(row), **template_options(row)}
+    is_verbatim = False
+    try:
+        before = render(processor, messages, add_generation_prompt=True, **options) + prefix
+        try:
+            whole = {**answer, "content": prefix + text_of(answer)}
+            after = _render_unchecked(processor, [*messages, whole], **template_options(row))
+            if not after.startswith(before):
+                raise ValueError(
+                    "expected a chat template that keeps the prompt when an answer follows, got a change; set an "
+                    "option of the template (such as enable_thinking) to what the answer has, or use another template "
+                    "(--chat_template FILE)"
+                )
+            text = after.removeprefix(before)
+            _check_shown(processor, text, [answer], options["thinking_tags"], f"messages[{len(messages)}]")
+        except ValueError:
+            if not _prompt_has_all_before_answers(processor, row, messages, answer, before):
+                raise
+            text, is_verbatim = _as_sampled(row, before, text_of(answer)), True
+    except ValueError as error:
+        raise ValueError(f"{_where(row)}: {error}") from error
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    n = None if is_verbatim else next((i + 1 for i, token in enumerate(ids) if token in ends), None)
+    if n is not None:
+        end = tokenizer.decode(ids[n - 1 : n])
+        return _Turn(before, ids[:n], before + text[: text.index(end) + len(end)])
+    written = _closing(processor, row, messages, answer, ends, following)
+    return _Turn(before, ids + (written or [_end_token(tokenizer, ends)]), before + text + tokenizer.decode(written))
+
+
+def _prompt_has_all_before_answers(
+    processor: Any, row: Row, messages: Sequence[Message], answer: Message, before: str
+) -> bool:
+    """Whether the answer is text, before which the template writes nothing that the prompt lacks, but thinking tags."""
+    if any(answer.get(field) for field in ("tool_calls", *THINKING_FIELDS)):
+        return False
+    probe = [*messages, {"role": "assistant", "content": ANSWER}]
+    head, found, _ = _render_unchecked(processor, probe, **template_options(row)).rpartition(ANSWER)
+    added = head.removeprefix(commonprefix([head, before]))
+    for tag in (*thinking_tags_of(row), *THINKING_TAGS):
+        added = added.replace(tag.strip(), "")
+    return bool(found) and not added.strip()
+
+
+def _as_sampled(row: Row, before: str, answer: str) -> str:
+    """An answer as the policy would sample it after the prompt, which may have begun or ended the thinking."""
+    begin, end = (tag.strip() for tag in thinking_tags_of(row))
+    if before.rstrip().endswith(begin):
+        if end not in answer:
+            raise ValueError(
+                f"expected an answer that ends the thinking which the prompt begins, got one without {end!r}; write "
+                f"the thinking into the answer, or end it in the prompt with --answer_prefix {end!r} or an option of "
+                "the template"
+            )
+        return answer.lstrip().removeprefix(begin).lstrip("\n")
+    if before.rstrip().endswith(end) and end in answer:
         raise ValueError(
-            f"{_where(row)}: expected a chat template that keeps the prompt when an answer follows, got a change"
+            f"expected an answer without thinking after a prompt that ends with {end!r}, got {end!r} in it"
         )
-    ids = tokenizer(after.removeprefix(before), add_special_tokens=False)["input_ids"]
-    end = next((i + 1 for i, token in enumerate(ids) if token in ends), None)
-    if end is None:
-        return _Turn(before, [*ids, _end_token(tokenizer, ends)], [], after)
-    return _Turn(before, ids[:end], ids[end:], after)
+    return answer
+
+
+def _closing(
+    processor: Any,
+    row: Row,
+    messages: Sequence[Message],
+    answer: Message,
+    ends: Sequence[int],
+    following: Sequence[Message],
+) -> list[int]:
+    """Tokens that the template writes between an answer and the next message, up to the first of `ends`.
+
+    Without a next message it is one of a tool if the answer calls tools, else one of the user.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    probe = {"role": "tool" if answer.get("tool_calls") else "user", "content": OBSERVATION}
+    chat = [*messages, {"role": "assistant", "content": ANSWER}, *(following or [probe])]
+    try:
+        added = _render_unchecked(processor, chat, **template_options(row)).rpartition(ANSWER)[2]
+    except ValueError:  # it refuses the probe
+        return []
+    ids = tokenizer(added, add_special_tokens=False)["input_ids"]
+    special = [*takewhile(tokenizer.added_tokens_decoder.__contains__, ids)]
+    n = next((i + 1 for i, token in enumerate(special) if token in ends), 0)
+    return ids[:n]
 
 
 def _end_token(tokenizer: Any, ends: Sequence[int]) -> int:

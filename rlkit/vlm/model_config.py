@@ -150,7 +150,7 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for text in overrides:
         name, equals, value = text.partition("=")
         if equals:
-            yield name, _value(value)
+            yield name, json_or_text(value)
         else:
             yield from _flattened(_file_content(text))
 
@@ -167,7 +167,8 @@ def _file_content(path: str) -> Mapping[str, Any]:
     return content
 
 
-def _value(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """The value of an option that is written as JSON, or else the text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -79,15 +79,18 @@ def placeholder_ids(config: Any) -> list[int]:
 def suppressed_token_ids(config: Any, tokenizer: Any) -> torch.Tensor:
     """Token ids that sampler and trainer both exclude from the distribution, int64 [n].
 
-    These are placeholders, and rows of the output layer beyond the tokenizer's vocabulary (models round its size up).
+    These are placeholders, and rows of the output layer without a token in the tokenizer's vocabulary: models round its
+    size up, and some vocabularies have holes.
     """
     size, tokens = getattr(config, "text_config", config).vocab_size, {*placeholder_ids(config)}
     if config.model_type == "llama4":  # its config has the token of an image's features only
         tokens |= {tokenizer.get_vocab().get("<|image|>")} - {None}
     if config.model_type == "internvl":  # its config has no token of a video
         tokens |= {tokenizer.video_token_id}
-    inside = sorted(token for token in tokens if token < len(tokenizer))
-    return torch.tensor([*inside, *range(len(tokenizer), size)], dtype=torch.long)
+    known = set(tokenizer.get_vocab().values())
+    if len(known) < len(tokenizer):  # several tokens have one text, as bytes have in Mistral's tokenizers
+        known |= set(range(len(tokenizer)))
+    return torch.tensor([i for i in range(size) if i in tokens or i not in known], dtype=torch.long)
 
 
 def check_vocabulary(processor: Any, config: Any) -> None:
@@ -109,8 +112,8 @@ def check_vocabulary(processor: Any, config: Any) -> None:
     beyond = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= size and i not in unused)
     if beyond:
         raise ValueError(
-            f"vocab_size: expected at least the {len(tokenizer)} tokens of the model's tokenizer, got {size}, so that "
-            f"{beyond[0][1]!r} has no embedding"
+            f"vocab_size: expected at least {beyond[-1][0] + 1} for the tokens of the model's tokenizer, got {size}, "
+            f"so that {beyond[0][1]!r} has no embedding"
         )
 
 
@@ -174,7 +177,7 @@ def load_processor(
 
     Raises:
         ValueError: no such model, a vision-language model without a processor, an option that its image processor does
-            not have, or `video_sound` for a model that hears nothing.
+            not have, options for a text model, or `video_sound` for a model that hears nothing.
     """
     import transformers
 
@@ -187,6 +190,8 @@ def load_processor(
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ValueError(f"model {path!r}: {error}") from error
+        if options:
+            raise ValueError(f"image processor options: expected none for a text model, got {next(iter(options))!r}")
         _check_video_sound(tokenizer, video_sound)
         return tokenizer
     options["trust_remote_code"] = trust_remote_code

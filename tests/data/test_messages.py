@@ -36,9 +36,11 @@ def test_empty_fields_go():
 def test_calls_of_tools_have_objects_as_arguments():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     wanted = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    for one in (call, {"name": "add", "arguments": {"a": 1}}):
+    for one, same in ((call, {"id": "1", **wanted}), ({"name": "add", "arguments": {"a": 1}}, wanted)):
         (read,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [one]}])
-        assert read == {"role": "assistant", "content": "", "tool_calls": [wanted]}
+        assert read == {"role": "assistant", "content": "", "tool_calls": [same]}
+    (read,) = read_messages([{"role": "assistant", "content": [{"type": "text", "text": "Q"}], "tool_calls": [call]}])
+    assert read["content"] == [text("Q")]
 
 
 @pytest.mark.parametrize(

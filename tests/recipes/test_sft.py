@@ -122,6 +122,25 @@ def test_text(text_dir, tmp_path):  # noqa: F811
     assert numbers(tmp_path / "run")[1]["loss"] > 0
 
 
+def test_the_last_answer_alone_with_a_template_of_a_file(text_dir, tmp_path):  # noqa: F811
+    """The exported model has the template."""
+    turns = [("user", "Sort the digits 21."), ("assistant", "12"), ("user", "And 31?"), ("assistant", "1 3")]
+    line = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (tmp_path / "rows.jsonl").write_text(f"{line}\n" * 20)
+    (tmp_path / "mine.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}Said: {% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    run_here(
+        "sft", "--model", text_dir, "--task", tmp_path / "rows.jsonl", "--out", tmp_path / "run", "--steps", 1,
+        "--prompts_per_step", 4, "--max_new_tokens", 0, "--train_on", "last",
+        "--chat_template", tmp_path / "mine.jinja",
+    )  # fmt: skip
+    tokens = len(load_processor(str(text_dir))("1 3")["input_ids"]) + 1
+    assert [row["tokens"] for row in numbers(tmp_path / "run")] == [4 * tokens]
+    assert load_processor(str(tmp_path / "run" / "model")).chat_template == (tmp_path / "mine.jinja").read_text()
+
+
 def test_plain_text(text_dir, tmp_path):  # noqa: F811
     """Every token but the first is trained; there is no prompt to answer."""
     (tmp_path / "texts.jsonl").write_text('{"text": "Sort the digits 311."}\n' * 20)

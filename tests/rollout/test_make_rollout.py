@@ -7,9 +7,11 @@ from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
+from transformers import GenerationConfig, LlamaConfig
 
 import rlkit.rollout
 from rlkit.rollout import make_rollout, register_rollout
+from rlkit.rollout.sampling import model_end_token_ids
 
 
 class ModelRollout:
@@ -65,3 +67,12 @@ def test_built_in_rollouts_are_registered_and_others_are_named(registered):
     assert set(rlkit.rollout._ROLLOUTS) == {"hf", "vllm", "vllm_server", "sglang"}
     with pytest.raises(ValueError, match="rollout: expected one of hf, sglang, vllm, vllm_server, got 'tgi'"):
         make_rollout("tgi", processor=None)
+
+
+def test_a_model_without_a_generation_config_ends_answers_as_its_config_says(tmp_path):
+    """Servers and recipes take the end tokens from one function."""
+    config, tokenizer = LlamaConfig(eos_token_id=[5, 7]), SimpleNamespace(eos_token_id=2)
+    config.save_pretrained(tmp_path)
+    assert model_end_token_ids(str(tmp_path), config, tokenizer) == [2, 5, 7]
+    GenerationConfig(eos_token_id=9).save_pretrained(tmp_path)
+    assert model_end_token_ids(str(tmp_path), config, tokenizer) == [2, 9]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from helpers import load, text_dir  # noqa: F401  (a fixture)
@@ -15,7 +17,9 @@ from helpers import load, text_dir  # noqa: F401  (a fixture)
 from rlkit.engines import distributed
 from rlkit.runs import parse_options
 from rlkit.runs.models import processor_of, shared_options, training_engine
-from rlkit.vlm import load_model
+from rlkit.runs.options import check_processor_options
+from rlkit.runs.vllm_options import processor_flags, processor_options, vllm_options
+from rlkit.vlm import encode_prompt, load_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,6 +82,53 @@ def test_an_option_that_the_chat_template_does_not_have_is_refused_before_the_ro
         ValueError, match=r"^chat_template_kwargs: expected .* template \(none\), got 'enable_thinking'$"
     ):
         processor_of(options("grpo_vlm", "--chat_template_kwargs", "enable_thinking", "false"), str(text_dir))
+
+
+def test_a_chat_template_of_a_file_takes_the_place_of_the_models(text_dir, tiny_dir, tmp_path):  # noqa: F811
+    """Also in the processor that is exported."""
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}{{ '!' if loud is defined }}<|im_end|>")
+    flags = ["--chat_template", file, "--chat_template_kwargs", "loud", "true"]
+    for model in (str(text_dir), tiny_dir):
+        processor_of(options("grpo_vlm", *flags), model).save_pretrained(tmp_path / "saved")
+        again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+        assert again.chat_template == file.read_text()
+    assert AutoProcessor.from_pretrained(tmp_path / "saved").chat_template == file.read_text()
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    for name, message in (
+        ("broken", "chat template: Unexpected end of template"),
+        ("no", "chat_template: expected a Jin"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            processor_of(options("grpo_vlm", "--chat_template", tmp_path / f"{name}.jinja"), str(text_dir))
+
+
+@pytest.mark.filterwarnings("ignore:Passing `min_pixels`")
+def test_options_of_the_image_processor(text_dir, tiny_dir):  # noqa: F811
+    """The sampler gets them too; servers that run already cannot."""
+    flags = ["--processor_options", "min_pixels=784", "max_pixels=3136"]
+    cfg = options("grpo_vlm", *flags)
+    prompt = encode_prompt(processor_of(cfg, tiny_dir), {"question": "Q", "images": [Image.new("RGB", (224, 224))]})
+    assert list(prompt.placeholders.values()) == [[4]]
+    assert vllm_options(cfg, [])["mm_processor_kwargs"] == {"min_pixels": 784, "max_pixels": 3136}
+    assert processor_flags(cfg) == ["--mm-processor-kwargs", '{"min_pixels": 784, "max_pixels": 3136}']
+    assert "mm_processor_kwargs" not in vllm_options(options("grpo_vlm"), []) and not processor_flags(options("ppo"))
+    assert processor_options(options("ppo", "--processor_options", 'size={"a": 1}', "mode=x")) == {
+        "size": {"a": 1},
+        "mode": "x",
+    }
+    for model, given, message in (
+        (str(text_dir), flags, "image processor options: expected none for a text model, got 'min_pixels'"),
+        (
+            tiny_dir,
+            ["--processor_options", "max_pixels"],
+            "processor_options: expected name=value, .*, got 'max_pixels'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            processor_of(options("grpo_vlm", *given), model)
+    with pytest.raises(ValueError, match="^processor_options: expected none with --servers, which prepare images"):
+        check_processor_options(options("grpo_vlm", *flags, "--rollout", "vllm_server", "--servers", "http://a"))
 
 
 def test_shared_prompts_can_be_switched_off(text_dir):  # noqa: F811

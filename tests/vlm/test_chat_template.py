@@ -1,5 +1,7 @@
 """Chats as tokens: what a template is given, which tokens are trained, and what is refused."""
 
+from typing import ClassVar
+
 import pytest
 from PIL import Image
 
@@ -130,7 +132,7 @@ def test_a_prompt_is_never_written_as_python_writes_it(processor):
 TOOL_TEMPLATE = (
     "{% if tools %}TOOLS {{ tools | map(attribute='name') | join(' ') }}\n{% endif %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{{ c.function.arguments.a }}{% endfor %}<|im_end|>\n"
+    "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }} a={{ c.function.arguments.a }}{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
@@ -147,7 +149,7 @@ def test_tools_are_shown_and_their_calls_are_trained(processor):
         tokenizer.chat_template = before
     assert texts(processor, sample) == [
         (False, "TOOLS add\nuser:Q<|im_end|>\nassistant:"),
-        (True, "CALL add7<|im_end|>"),
+        (True, "CALL add a=7<|im_end|>"),
         (False, "\ntool:8<|im_end|>\nassistant:"),
         (True, "8!<|im_end|>"),
     ]
@@ -170,6 +172,7 @@ class Template:
     """A tokenizer of characters with a chat template of its own."""
 
     eos_token_id = 0
+    added_tokens_decoder: ClassVar = {}
 
     def __init__(self, write):
         self.write = write
@@ -179,6 +182,9 @@ class Template:
 
     def __call__(self, text, add_special_tokens):
         return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
 
 
 def plain(messages):
@@ -195,7 +201,7 @@ def test_render_gives_each_kind_its_contents(processor):
 
     def write(messages):
         seen.append([one["content"] for one in messages])
-        return ""
+        return str(seen[-1])
 
     render(Template(write), [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])])
     sees = Template(write)
@@ -216,7 +222,9 @@ def test_an_end_token_is_added_where_the_template_writes_none():
 
 def test_a_template_that_rewrites_the_chat_is_an_error():
     row = {"where": "row 5", "messages": [user("Q"), assistant("a"), user("R")], "completion": "b"}
-    with pytest.raises(ValueError, match="row 5: expected a chat template that keeps an answer when messages follow"):
+    with pytest.raises(
+        ValueError, match=r"row 5: messages\[1\].content: .* for the role 'assistant', got .* without 'a'"
+    ):
         encode_chat(prompt_sample([1], row=row), Template(forgetful), [0], 50)
     with pytest.raises(
         ValueError, match="row 5: expected a chat template that keeps the prompt when an answer follows"
@@ -250,10 +258,8 @@ def test_options_of_the_template_reach_prompts_answers_and_replies(tiny_dir):
     options = {"chat_template_kwargs": {"enable_thinking": False}}
     reply = encode_observation(tokenizer, [user("2 + 2?")], user("Sure?"), **options)
     assert tokenizer.decode(reply.token_ids) == "\n" + opened.replace("2 + 2?", "Sure?") + empty
-    with pytest.raises(ValueError, match="expected a chat template that keeps the prompt when an answer follows"):
-        encode_answers(
-            prompt, tokenizer, ["4"], end_of(load_processor(tiny_dir)), 99
-        )  # it leaves the empty thought out
+    (answer,) = encode_answers(prompt, tokenizer, ["4"], [tokenizer.eos_token_id], 99)
+    assert tokenizer.decode(answer.token_ids) == opened + empty + "4<|im_end|>"  # the template leaves out the thought
 
 
 def test_an_option_that_the_template_does_not_have_is_named(processor):
@@ -264,22 +270,26 @@ def test_an_option_that_the_template_does_not_have_is_named(processor):
 
 
 OPTIONS = (  # a loop's variable, an assigned one, a key, an attribute, a word of the text and a comment are no options
-    "{# budget #}{% set system = 'a system line' %}{% if not date is defined %}{% set date = strftime_now('%Y') %}"
+    "{# budget #}{% set system = 'a system line' %}{% for m in messages %}{% if m.x %}{% set inner = m.x %}"
+    "{% endif %}{% set maybe = m.x %}{{ inner if m.x }}{{ maybe if maybe is defined }}{% endfor %}"
+    "{% if not date is defined %}{% set date = strftime_now('%Y') %}"
     "{% endif %}{{ system ~ date }}{% for message in messages %}{% generation %}{{ message['role'] ~ message.content }}"
     "{% endgeneration %}{% if loop.last %}{% break %}{% endif %}{% endfor %}"
-    "{{ raise_exception('no') if strict else '' }}{{ eos_token if strict }}{{ 'A:' if add_generation_prompt }}"
+    "{{ raise_exception('no') if strict else '' }}{{ eos_token if strict }}"
+    "{% set size = size | default(3) %}{{ 'A:' if add_generation_prompt }}"
 )
 
 
 @pytest.mark.parametrize(
     "name", ["system", "message", "role", "content", "line", "budget", "loop", "strftime_now", "raise_exception",
-             "messages", "eos_token", "add_generation_prompt"],
+             "messages", "inner", "maybe", "add_generation_prompt"],
 )  # fmt: skip
 def test_a_word_of_the_template_is_no_option(tiny_dir, name):
     tokenizer = load_processor(tiny_dir).tokenizer
     tokenizer.chat_template = OPTIONS
     assert render(tokenizer, [user("Q")], chat_template_kwargs={"date": "May", "strict": 0}) == "a system lineMayuserQ"
-    message = f"^chat_template_kwargs: expected options of the model's chat template \\(date, strict\\), got '{name}'$"
+    message = "^chat_template_kwargs: expected options of the model's chat template "
+    message += rf"\(date, eos_token, size, strict\), got '{name}'$"
     for check in (
         check_template_options,
         lambda reader, given: render(reader, [user("Q")], chat_template_kwargs=given),
@@ -342,3 +352,211 @@ def test_an_answer_ends_without_an_end_token_of_the_tokenizer(tiny_dir):
     assert sample.token_ids[-1] == end and sample.mask[-1]
     chat = encode_chat(prompt_sample([1], row={"plain_text": "2 4"}), tokenizer, [end], 99)
     assert chat.token_ids[-1] == end
+
+
+# --- what a message contains appears in the text, or an error says so
+
+
+def reader(tiny_dir, template, *special):
+    """A tokenizer with this template and these special tokens."""
+    tokenizer = load_processor(tiny_dir).tokenizer
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def trained(tokenizer, row, *ends, **options):
+    """The trained runs of tokens of a row as text; ends are by default the tokenizer's."""
+    ends = tokenizer.convert_tokens_to_ids(list(ends)) if ends else [tokenizer.eos_token_id]
+    prompt = encode_prompt(tokenizer, {"where": "row 6", **chat_row(row)})
+    sample = encode_chat(prompt, tokenizer, ends, 999, **options)
+    runs = [[]]
+    for token, is_trained in zip(sample.token_ids, sample.mask, strict=True):
+        if is_trained:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def refusal(tokenizer, row, *ends, **options):
+    with pytest.raises(ValueError) as refused:
+        trained(tokenizer, row, *ends, **options)
+    return str(refused.value)
+
+
+OWN_THINKING = (  # it reads a field, or else what stands between tags; earlier thinking goes, as in Qwen3
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}{% set hm = m.reasoning_content or '' %}{% set said = m.content %}"
+    "{% if '</think>' in said %}{% set hm = said.split('</think>')[0].split('<think>')[-1] %}"
+    "{% set said = said.split('</think>')[-1].lstrip() %}{% endif %}<think>\n{{ hm.strip() }}\n</think>\n\n{{ said }}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_thinking_in_a_field_is_trained_or_refused(tiny_dir):
+    row = {"messages": [user("2+2?"), {**assistant("four"), "reasoning_content": "hm"}]}
+    own = reader(tiny_dir, OWN_THINKING)
+    assert trained(own, row) == ["<think>\nhm\n</think>\n\nfour<|im_end|>"]
+    assert trained(own, {"messages": [user("2+2?"), assistant("<think>hm</think>four")]}) == trained(own, row)
+    pair = pair_row({"prompt": [user("2+2?")], "chosen": row["messages"][1:], "rejected": [assistant("five")]})
+    (chosen,) = encode_answers(encode_prompt(own, pair), own, [pair["chosen"]], [own.eos_token_id], 99)
+    assert own.decode(chosen.response_ids) == "<think>\nhm\n</think>\n\nfour<|im_end|>"
+    plain = reader(tiny_dir, PLAIN)
+    found = refusal(plain, row)
+    assert found.startswith(
+        "row 6: messages[1].reasoning_content: expected a chat template that writes it for the role "
+    )
+    assert "got a text without 'hm'; put it between the model's thinking tags" in found
+    renames = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.thinking }}{{ m.content }}"))
+    assert "rename the field to thinking, which the template reads" in refusal(renames, row)
+    both = {**assistant("four"), "thinking": "hm", "reasoning_content": "hm"}
+    assert trained(renames, {"messages": [user("2+2?"), both]}) == ["hmfour<|im_end|>"]
+    parts = {**assistant("four"), "reasoning_content": [{"type": "text", "text": "hm"}]}  # own reads text
+    own.chat_template = own.chat_template.replace("hm.strip()", "hm.strip() if hm is string")
+    assert "messages[1].reasoning_content" in refusal(own, {"messages": [user("2+2?"), parts]})
+
+
+def test_earlier_thinking_may_go_from_a_prompt_and_nothing_else(tiny_dir):
+    own = reader(tiny_dir, OWN_THINKING)
+    chat = [user("2+2?"), {**assistant("<think>so</think>four"), "reasoning_content": "hm"}, user("And?")]
+    assert "four" in render(own, chat) and "so" not in render(own, chat)
+    for gone in ("user", "system", "assistant"):
+        own.chat_template = PLAIN.replace("{{ m.content }}", f"{{{{ m.content if m.role != '{gone}' }}}}")
+        with pytest.raises(ValueError, match=rf"^messages\[{['system', 'user', 'assistant'].index(gone)}\].content: "):
+            render(
+                own, [{"role": "system", "content": "Be short. /no_think"}, user("2+2?"), assistant("4"), user("3?")]
+            )
+    own.chat_template = PLAIN.replace(
+        "{{ m.content }}", "{{ m.content.replace('/no_think', '').strip() }}"
+    )  # SmolLM3's
+    assert "Be short.<|im_end|>" in render(own, [{"role": "system", "content": "Be short. /no_think"}, user("2?")])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}",
+        "{{ c | tojson }}",
+        "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k }}={{ v }},{% endfor %})",
+    ],
+)
+def test_calls_of_tools_appear_or_are_refused(tiny_dir, written):
+    arguments = {"a": 7, "b": 'say "hi"\n', "c": [True, None, {"d": 0.5}], "é": "ü"}
+    call = {"id": "call_1", "name": "add", "arguments": arguments}
+    row = {"messages": [user("Q"), {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    calls = "{% for c in m.tool_calls or [] %}CALL" + written + "{% endfor %}"
+    shows = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content }}" + calls))
+    assert trained(shows, row)[0].startswith("CALL") and "\\u" not in trained(shows, row)[0]
+    assert "call_1" in trained(shows, row)[0] or "c |" not in written
+    found = refusal(reader(tiny_dir, PLAIN), row)
+    assert (
+        found.startswith("row 6: messages[1].tool_calls: expected a chat template that writes it")
+        and "calls into" in found
+    )
+    later = {"messages": [*row["messages"], {"role": "tool", "content": "8"}, assistant("eight")]}
+    assert refusal(reader(tiny_dir, PLAIN), later).startswith("row 6: messages[1].tool_calls: expected")
+
+
+def test_the_text_of_an_answer_is_looked_up_in_its_own_turn(tiny_dir):
+    """Not in the prompt, where the same word may stand."""
+    deaf = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"))
+    row = {"messages": [user("What is four, hm?"), {**assistant("four"), "reasoning_content": "hm"}]}
+    assert refusal(deaf, row).startswith("row 6: messages[1].content: expected a chat template that writes it")
+
+
+def test_an_answer_is_as_it_would_be_sampled_where_the_template_changes_it(tiny_dir):
+    """R1's prompt opens a thought and its template removes thoughts; Gemma 4's removes those between its own tags."""
+    drops = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    opens = reader(tiny_dir, drops.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
+    for said in ("hm</think>four", "<think>\nhm</think>four"):
+        assert trained(opens, {"messages": [user("2+2?"), assistant(said)]}) == ["hm</think>four<|im_end|>"]
+    found = refusal(opens, {"messages": [user("2+2?"), assistant("four")]})
+    assert "ends the thinking which the prompt begins, got one without '</think>'; " in found
+    closes = {**chat_row({"question": "2+2?", "answer": "four"}), "answer_prefix": "</think>"}
+    assert trained(opens, closes) == ["four<|im_end|>"]
+    gemma = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content.split('<channel|>')[-1] }}"))
+    row = {"messages": [user("2+2?"), assistant("<|channel>hm<channel|>four")]}
+    tags = ["<|channel>", "<channel|>"]
+    assert trained(gemma, {**row, "thinking_tags": tags}) == ["<|channel>hm<channel|>four<|im_end|>"]
+    shut = reader(tiny_dir, drops.replace("assistant\n{% endif", "assistant\n<think></think>{% endif"))
+    assert trained(shut, {"messages": [user("2+2?"), assistant("four")]}) == ["four<|im_end|>"]
+    found = refusal(shut, {"messages": [user("2+2?"), assistant("hm</think>four")]})
+    assert "expected an answer without thinking after a prompt that ends with '</think>'" in found
+    wraps = reader(tiny_dir, drops.replace("{{ m.content", "{{ 'SAYS ' if m.role == 'assistant' }}{{ m.content"))
+    assert "got a text without 'hm'" in refusal(wraps, {"messages": [user("2+2?"), assistant("hm</think>four")]})
+
+
+def test_an_answer_ends_with_the_token_that_the_template_writes_next(tiny_dir):
+    """In GLM-4.5 that is the role of the next message, and nothing ends the last answer."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}C{{ c.function.name }}"
+        "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    glm = reader(tiny_dir, template, "<|user|>", "<|assistant|>", "<|tool|>")
+    ends = ("<|im_end|>", "<|user|>", "<|tool|>")
+    call = {**assistant(""), "tool_calls": [{"name": "add", "arguments": {}}]}
+    chat = [user("1"), assistant("one"), user("2"), call, {"role": "tool", "content": "8"}, assistant("two")]
+    assert trained(glm, {"messages": chat}, *ends) == ["one<|user|>", "Cadd<|tool|>", "two<|user|>"]
+    assert trained(glm, {"messages": chat[:4]}, *ends) == ["one<|user|>", "Cadd<|tool|>"]
+    assert trained(glm, {"messages": chat[:2]}, "<|im_end|>") == ["one<|im_end|>"]
+    prompt = encode_prompt(glm, chat_row({"messages": chat}))
+    whole = encode_chat(prompt, glm, glm.convert_tokens_to_ids(list(ends)), 999)
+    written = "<|user|>1<|assistant|>one<|user|>2<|assistant|>Cadd<|tool|>8<|assistant|>two<|user|>"
+    assert glm.decode(whole.token_ids) == written  # nothing twice
+
+
+def test_a_last_message_may_end_otherwise_than_earlier_ones(tiny_dir):
+    """Phi-3's template writes one more end token after the last."""
+    phi = reader(tiny_dir, PLAIN.replace("{% endif %}", "{% else %}<|endoftext|>{% endif %}"), "<|endoftext|>")
+    chat = [user("1"), assistant("one"), user("2"), assistant("two")]
+    assert trained(phi, {"messages": chat}, "<|im_end|>", "<|endoftext|>") == ["one<|im_end|>", "two<|im_end|>"]
+    found = encode_observation(phi, chat[:1], user("2"))
+    assert phi.decode(found.token_ids) == "\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_last_answer_alone_is_trained(tiny_dir):
+    chat = {"messages": [user("1"), assistant("<think>hm</think>one"), user("2"), assistant("two")]}
+    own = reader(tiny_dir, OWN_THINKING)
+    found = refusal(own, chat)
+    assert "keeps an answer when messages follow" in found and "--train_on last" in found
+    assert trained(own, chat, last_only=True) == ["<think>\n\n</think>\n\ntwo<|im_end|>"]
+
+
+def test_a_sampled_end_token_is_not_repeated_in_an_observation(tiny_dir):
+    """Cohere's template ends a turn with two tokens; a policy may sample the second one alone, or none of them."""
+    template = PLAIN.replace("<|im_end|>\n", "<|end_response|><|im_end|>")
+    cohere = reader(tiny_dir, template, "<|end_response|>")
+    rest = "<|im_start|>user\nseen<|end_response|><|im_end|><|im_start|>assistant\n"
+    for ended_by, written in (
+        ("<|im_end|>", rest),
+        ("<|end_response|>", "<|im_end|>" + rest),
+        ("a", "<|end_response|><|im_end|>" + rest),
+    ):
+        (token,) = cohere.convert_tokens_to_ids([ended_by])
+        found = encode_observation(cohere, [user("Q")], user("seen"), ended_by=token)
+        assert cohere.decode(found.token_ids) == written
+
+
+def test_an_observation_that_the_template_leaves_out_is_refused(tiny_dir):
+    """Gemma 4's template writes what a tool says only after a call."""
+    deaf = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"))
+    with pytest.raises(
+        ValueError, match=r"observation.content: expected a chat template .* the role 'tool', got a text"
+    ):
+        encode_observation(deaf, [user("seen?")], {"role": "tool", "content": "seen"})
+    assert encode_observation(deaf, [user("seen?")], user("seen")).token_ids
+
+
+def test_options_of_every_named_template_pass_at_the_start(tiny_dir):
+    tokenizer = reader(tiny_dir, {"default": PLAIN + "{{ bos_token }}", "tool_use": "{{ tools }}{{ style }}" + PLAIN})
+    check_template_options(tokenizer, {"style": "short", "bos_token": ""})
+    with pytest.raises(ValueError, match=r"template \(bos_token, style, tools\), got 'other'"):
+        check_template_options(tokenizer, {"other": 1})
+    assert render(tokenizer, [user("Q")], chat_template_kwargs={"bos_token": "<s>"}).endswith("<s>")
+    with pytest.raises(ValueError, match=r"template \(bos_token\), got 'style'"):
+        render(tokenizer, [user("Q")], chat_template_kwargs={"style": "short"})

@@ -343,6 +343,15 @@ def test_unsampled_ids_end_with_rows_beyond_the_vocabulary(config, processor):
     assert suppressed_token_ids(gone, tokenizer).tolist() == []
 
 
+def test_unsampled_ids_are_those_without_a_token(processor):
+    """Ids of a vocabulary may have holes, so that its size is not the number of its tokens."""
+    config = SimpleNamespace(model_type="holes", vocab_size=8, image_token_id=5)
+    holes = Mock(get_vocab=lambda: {"a": 0, "b": 1, "c": 4, "<image>": 5, "</s>": 6}, __len__=lambda self: 5)
+    assert suppressed_token_ids(config, holes).tolist() == [2, 3, 5, 7]
+    bytes_of_one_text = Mock(get_vocab=lambda: {"a": 0, "?": 3}, __len__=lambda self: 4)  # as in Mistral's tokenizers
+    assert suppressed_token_ids(config, bytes_of_one_text).tolist() == [4, 5, 6, 7]
+
+
 # --- load_processor and load_model
 
 

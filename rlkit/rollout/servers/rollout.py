@@ -18,7 +18,7 @@ from rlkit.data.messages import MEDIA
 from rlkit.data.samples import Sample
 from rlkit.rollout.background import in_daemon_thread
 from rlkit.rollout.inference_requests import check_context_length, finished_sample
-from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sample_name, sampling_per_request
+from rlkit.rollout.sampling import OnFinished, Sampling, model_end_token_ids, sample_name, sampling_per_request
 from rlkit.rollout.servers.claim import claim_servers, release_servers
 from rlkit.rollout.servers.media import MediaEncoder, Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
@@ -101,7 +101,7 @@ class ServerRollout(ABC):
         self.config = load_config(model, trust_remote_code=trust_remote_code)
         tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(self.config, tokenizer).tolist()
-        self.end_token_ids = end_token_ids(tokenizer, _generation_eos_token_id(model))
+        self.end_token_ids = model_end_token_ids(model, self.config, tokenizer)
         self.group: TransferGroup | None = None
         self.group_members: list[tuple[Server, int]] = []
         self.asleep = self.update_failed = False
@@ -460,13 +460,3 @@ def _raise_on_all_ranks(error: Exception | None) -> None:
 def version_number(weight_version: str) -> int:
     """A server's weight version as a number: how often weights were updated; 0 for those it loaded itself."""
     return int(weight_version) if weight_version.isdecimal() else 0
-
-
-def _generation_eos_token_id(model: str) -> Any:
-    """`eos_token_id` of the model's generation config; None without such a config."""
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        return None
