@@ -575,13 +575,13 @@ def _turn(
         following: the next message, if there is one.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    options = {"thinking_tags": thinking_tags_of(row), **template_options(row)}
+    options = template_options(row)
     is_verbatim = False
-    try:
-        before = render(processor, messages, add_generation_prompt=True, **options) + prefix
+    try:  # `encode_prompt` has checked that the messages appear
+        before = _render_unchecked(processor, messages, add_generation_prompt=True, **options) + prefix
         try:
             whole = {**answer, "content": prefix + text_of(answer)}
-            after = _render_unchecked(processor, [*messages, whole], **template_options(row))
+            after = _render_unchecked(processor, [*messages, whole], **options)
             if not after.startswith(before):
                 raise ValueError(
                     "expected a chat template that keeps the prompt when an answer follows, got a change; set an "
@@ -589,7 +589,7 @@ def _turn(
                     "(--chat_template FILE)"
                 )
             text = after.removeprefix(before)
-            _check_shown(processor, text, [answer], options["thinking_tags"], f"messages[{len(messages)}]")
+            _check_shown(processor, text, [answer], thinking_tags_of(row), f"messages[{len(messages)}]")
         except ValueError:
             if not _prompt_has_all_before_answers(processor, row, messages, answer, before):
                 raise

@@ -222,9 +222,7 @@ def test_an_end_token_is_added_where_the_template_writes_none():
 
 def test_a_template_that_rewrites_the_chat_is_an_error():
     row = {"where": "row 5", "messages": [user("Q"), assistant("a"), user("R")], "completion": "b"}
-    with pytest.raises(
-        ValueError, match=r"row 5: messages\[1\].content: .* for the role 'assistant', got .* without 'a'"
-    ):
+    with pytest.raises(ValueError, match="row 5: expected a chat template that keeps an answer when messages follow"):
         encode_chat(prompt_sample([1], row=row), Template(forgetful), [0], 50)
     with pytest.raises(
         ValueError, match="row 5: expected a chat template that keeps the prompt when an answer follows"
@@ -467,6 +465,9 @@ def test_the_text_of_an_answer_is_looked_up_in_its_own_turn(tiny_dir):
     deaf = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"))
     row = {"messages": [user("What is four, hm?"), {**assistant("four"), "reasoning_content": "hm"}]}
     assert refusal(deaf, row).startswith("row 6: messages[1].content: expected a chat template that writes it")
+    plain = reader(tiny_dir, PLAIN)  # and an occurrence counts once
+    row = {"messages": [user("2+2?"), {**assistant("hm, four"), "reasoning_content": "hm"}]}
+    assert refusal(plain, row).startswith("row 6: messages[1].reasoning_content: expected")
 
 
 def test_an_answer_is_as_it_would_be_sampled_where_the_template_changes_it(tiny_dir):
