@@ -18,6 +18,7 @@ import torch
 
 from rlkit import __version__
 from rlkit.doctor.findings import Finding
+from rlkit.runs.memory_plan import host_memory
 from rlkit.tracking import versions
 
 GIB = 2**30
@@ -80,8 +81,8 @@ def check_devices() -> Iterator[Finding]:
         dtype = "bfloat16" if torch.cuda.is_bf16_supported(False) else "no bfloat16: add --compute_dtype float32"
         room = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
         yield Finding(f"GPU {i}", f"{gpu.name}, {room}, compute capability {gpu.major}.{gpu.minor}, {dtype}")
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    yield Finding("processor", f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory", None)
+    cores, memory = len(os.sched_getaffinity(0)), host_memory() / GIB
+    yield Finding("processor", f"{cores} cores, {memory:.0f} GiB of memory", None)
     for name, folder in (("disk", Path.cwd()), ("shared memory", Path("/dev/shm"))):
         if folder.exists():
             gib = shutil.disk_usage(folder).free / GIB

@@ -145,8 +145,7 @@ def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
 def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
     """One sentence: the options with which all fits on the GPUs that train."""
     config, servers = roles.policy or roles.critic, plan.sampler.servers
-    least, enough_memory = plan.peak, not set(plan.too_large) - {SERVERS}
-    least_host = plan.host_peak
+    attempts = [plan]
     for way in ways_to_fit(cfg, plan, config, options.nproc, options.gpus_per_node):
         new_roles, changes = roles, ", ".join(way.changes)
         if way.cfg.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
@@ -158,18 +157,34 @@ def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
             continue
         host = "" if attempt.host_fits else f", {attempt.host_peak / GIB:.1f} GiB of host memory"
         print(f"  with {changes}: {attempt.peak / GIB:.1f} GiB{host}", flush=True)
-        trains = not set(attempt.too_large) - {SERVERS}
-        if trains and attempt.host_fits and (servers or attempt.sampler.sequences):
+        if _fits_gpu(attempt) and attempt.host_fits and (servers or attempt.sampler.sequences):
             return f"fits with {changes}"
-        least_host = min(least_host, attempt.host_peak)
-        least, enough_memory = min(least, attempt.peak), enough_memory or (trains and attempt.host_fits)
-    if plan.host_limit is not None and least_host > plan.host_limit:
-        (taken,), most = distinct_gib([least_host], plan.host_limit)
-        return f"does not fit with any of these options: the least is {taken} GiB of host memory, of {most} GiB"
-    if enough_memory:
-        return "does not fit with any of these options: the sampler's cache has no room for one sequence"
-    (taken,), most = distinct_gib([least], USABLE * plan.gpu.memory)
-    return f"does not fit with any of these options: the least is {taken} GiB, of {most} GiB usable"
+        attempts.append(attempt)
+    return f"does not fit with any of these options: {_what_is_too_small(attempts)}"
+
+
+def _fits_gpu(plan: Plan) -> bool:
+    """Whether all phases fit on the GPUs that train."""
+    return not set(plan.too_large) - {SERVERS}
+
+
+def _what_is_too_small(plans: Sequence[Plan]) -> str:
+    """Why none of these plans fits: the GPU, the host's memory, or the sampler's cache."""
+    on_gpu, on_host = list(filter(_fits_gpu, plans)), [plan for plan in plans if plan.host_fits]
+    if any(plan.host_fits for plan in on_gpu):
+        return "the sampler's cache has no room for one sequence"
+    causes = []
+    if on_host or not on_gpu:
+        (taken,), most = distinct_gib([min(plan.peak for plan in on_host or plans)], USABLE * plans[0].gpu.memory)
+        few = len(on_host) not in (0, len(plans))
+        least = "those that fit on the host take at least" if few else "the least is"
+        causes.append(f"{least} {taken} GiB, of {most} GiB usable")
+    if on_gpu or not on_host:
+        (taken,), most = distinct_gib([min(plan.host_peak for plan in on_gpu or plans)], plans[0].host_limit or 0)
+        few = len(on_gpu) not in (0, len(plans))
+        least = "those that fit on the GPU take at least" if few else "the least is"
+        causes.append(f"{least} {taken} GiB of host memory, of {most} GiB")
+    return "; ".join(causes)
 
 
 def server_advice(servers: Servers, config: Any, plan: Plan) -> str:

@@ -20,7 +20,7 @@ from rlkit.vlm.weight_files import quantization_method, quantized_message
 
 
 def load_recipe(path: str) -> Any:
-    """Import a recipe's file as a module.
+    """Import a recipe's file as a module, with modules beside it, as Python does for a script.
 
     Raises:
         ValueError: there is no such Python file, or it has no function `main`.
@@ -31,7 +31,12 @@ def load_recipe(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
-    spec.loader.exec_module(module)
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
     if not hasattr(module, "main"):
         raise ValueError(f"recipe {path!r}: expected a function main(cfg), got none")
     return module

@@ -14,7 +14,7 @@ from rlkit.plan.fit import GIB, LOADING, Plan, distinct_gib
 from rlkit.plan.hardware import NETWORK_BANDWIDTH, USABLE
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.roofline import costs
-from rlkit.plan.sampler import SamplerMemory
+from rlkit.plan.sampler import NOT_READ, SamplerMemory
 from rlkit.plan.workload import Workload
 from rlkit.runs.options import sends_adapters
 from rlkit.vlm.weight_files import has_only_pickled_weights
@@ -107,9 +107,17 @@ def not_planned(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemor
     if getattr(config, "audio_config", None) is not None:
         towers.append("the audio tower")
     parts = [f"activations and FLOPs of {' and '.join(towers)}"] if towers else []
+    if saving := _not_read(cfg):
+        parts.append(f"what vLLM saves with {saving}")
     if samples_on_servers(cfg) and sampler.servers is None:
         parts.insert(0, "the GPUs of the sampling servers (--server_gpus); for the seconds, one for each rank")
     return ["the GPUs of the teacher's servers", *parts] if getattr(cfg, "teacher_servers", ()) else parts
+
+
+def _not_read(cfg: Any) -> str:
+    """The options of vLLM that save memory and are not counted."""
+    names = [name for name in NOT_READ if getattr(cfg, "rollout", "") == "vllm" and name in cfg.rollout_options]
+    return f"--rollout_options {' and '.join(names)}" if names else ""
 
 
 def samples_on_servers(cfg: Any) -> bool:
@@ -221,7 +229,12 @@ def _host(plan: Plan) -> str:
 
 
 def verdict(cfg: Any, plan: Plan) -> str:
-    """One sentence: whether the run fits, with the numbers."""
+    """One sentence: whether the run fits, with the numbers, and what would save memory and is not counted."""
+    saving = "" if plan.fits else _not_read(cfg)
+    return _verdict(cfg, plan) + (f"; what vLLM saves with {saving} is not counted" if saving else "")
+
+
+def _verdict(cfg: Any, plan: Plan) -> str:
     gpu, large = plan.gpu, plan.too_large
     sizes = [sum(plan.phases[name].values()) for name in large] or [plan.peak]
     shown, limit = distinct_gib(sizes, USABLE * gpu.memory)
@@ -237,6 +250,8 @@ def verdict(cfg: Any, plan: Plan) -> str:
     in_options = "gpu_memory_utilization" in cfg.rollout_options  # it has precedence over the recipe's option
     option = "--rollout_options gpu_memory_utilization" if in_options else "--gpu_memory_utilization"
     larger = f"raise {option}, at most to {most:g}, or " if most and share and share < most else ""
+    if share is None:
+        larger = "raise --rollout_options kv_cache_memory_bytes, or "
     return (
         f"does not fit: the sampler's cache has no room for one sequence; {larger}split the sampler with "
         f"--rollout_options tensor_parallel_size{_host(plan)}"

@@ -14,6 +14,7 @@ from rlkit.rollout.hf import cache_bytes_per_token
 from rlkit.runs.command_line import option_value
 from rlkit.runs.models import DEFAULT_UTILIZATION
 
+NOT_READ = ("kv_cache_dtype", "cpu_offload_gb")  # options of vLLM that save memory, which a plan does not count
 SERVER_SHARE = 0.92  # of a GPU's memory; vLLM 0.32's default of gpu_memory_utilization
 
 
@@ -40,7 +41,7 @@ class SamplerMemory:
         rows: answers that an engine generates in a step.
         tensor_parallel: number of GPUs of an engine.
         utilization: largest `gpu_memory_utilization` that the trainer beside vLLM leaves room for; otherwise None.
-        share: vLLM's `gpu_memory_utilization`.
+        share: vLLM's `gpu_memory_utilization`; None if `kv_cache_memory_bytes` has precedence.
         servers: whose memory this is; None if it is that of a trainer's GPU.
     """
 
@@ -126,7 +127,8 @@ def vllm_memory(
 
     Args:
         options: of `vllm.LLM`. Those that are read are tensor_parallel_size, quantization (fp8; other kinds count as 16
-            bits), max_num_seqs, max_num_batched_tokens and max_model_len.
+            bits), max_num_seqs, max_num_batched_tokens, max_model_len, and kv_cache_memory_bytes, with which vLLM
+            ignores its share of the GPU.
         config: configuration of the policy.
         workload: rows of one rank.
         parameters: number of parameters of the policy.
@@ -136,7 +138,8 @@ def vllm_memory(
         utilization: largest `gpu_memory_utilization` that is possible.
 
     Raises:
-        ValueError: vLLM cannot split the model like this, or `max_model_len` is shorter than the rows.
+        ValueError: vLLM cannot split the model like this, `max_model_len` is shorter than the rows, or
+            `kv_cache_memory_bytes` is no number.
     """
     gpus, heads = options.get("tensor_parallel_size", 1), config.get_text_config().num_attention_heads
     if heads % gpus:
@@ -148,10 +151,14 @@ def vllm_memory(
     weights = weight_bytes(config, parameters, options.get("quantization")) // gpus
     most = options.get("max_num_seqs") or default_sequences(gpu)
     workspace = workspace_bytes(config, options.get("max_num_batched_tokens") or default_tokens(gpu), most, gpus)
-    cache = max(0, int(share * gpu.memory) - weights - workspace)
+    fixed = options.get("kv_cache_memory_bytes") or 0
+    if not isinstance(fixed, int | float) or fixed < 0:
+        raise ValueError(f"kv_cache_memory_bytes: expected a number of bytes, got {fixed}")
+    cache = int(fixed) or max(0, int(share * gpu.memory) - weights - workspace)
     has_room = cache >= sequence_bytes(config, longest, gpus)  # for the longest sequence, without which vLLM ends
     sequences = min(most, cache // sequence_bytes(config, row, gpus)) if has_room else 0
-    return SamplerMemory(weights, cache, sequences, rows, gpus, utilization, share=share, workspace=workspace)
+    used = None if fixed else share
+    return SamplerMemory(weights, cache, sequences, rows, gpus, utilization, share=used, workspace=workspace)
 
 
 def weight_bytes(config: Any, parameters: int, quantization: str | None) -> int:

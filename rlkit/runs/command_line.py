@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
@@ -149,6 +149,23 @@ def _as_arguments(name: str, x: Any) -> list[str]:
     if isinstance(x, dict):
         x = [part for pair in x.items() for part in pair]
     return [f"--{name}", *map(str, x)] if isinstance(x, list) else [f"--{name}", str(x)]
+
+
+def changed_arguments(cfg: Any, *, without: Collection[str] = ()) -> list[str]:
+    """The options that differ from their defaults, as arguments of which `parse_options` makes the same options.
+
+    Args:
+        cfg: options of a recipe.
+        without: names of options to leave out.
+    """
+    of_model = defaults_of_model(cfg)
+    arguments = []
+    for option in fields(cfg):
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        x = getattr(cfg, option.name)
+        if option.name not in without and x != of_model.get(option.name, default):
+            arguments += _as_arguments(option.name, list(x) if isinstance(x, tuple) else x)
+    return arguments
 
 
 def _config_file(arguments: Sequence[str]) -> str:

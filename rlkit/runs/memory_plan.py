@@ -11,9 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ import torch.distributed as dist
 import rlkit
 from rlkit.data.messages import prompt_of
 from rlkit.data.samples import Row
-from rlkit.runs.command_line import OF_ONE_RUN
+from rlkit.runs.command_line import OF_ONE_RUN, changed_arguments
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.rollouts import is_replay
 from rlkit.runs.vllm_options import OWN_SERVER_SHARE
@@ -60,41 +58,33 @@ def planned_memory(cfg: Any, out: Path, rows: Sequence[Row] = ()) -> dict[str, f
 
 
 def _phases_or_refusal(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str, float]:
+    arguments: list[str] = []
     try:
-        plan = _plan(cfg, out, seconds, rows)
+        arguments = _arguments(cfg, rows)
+        plan = _plan(cfg, arguments, out, seconds)
     except _NotPlannedError as error:
         print(f"memory is not planned: {error}", flush=True)
-        _check_weights(cfg, seconds)
+        if arguments:
+            _check_weights(arguments, seconds)
         return {}
     if not plan["fits"]:
-        options = shlex.join(_arguments(cfg))
         raise ValueError(
-            f"the run {plan['verdict']}, with {plan['rows']}; `python -m rlkit.plan` with {options} "
-            "names options that take less, and --plan_seconds 0 starts the run all the same"
+            f"the run {plan['verdict']}, with {plan['rows']}; --plan_seconds 0 starts the run all the same; options "
+            f"that take less are named by: {shlex.join(['python', '-m', 'rlkit.plan', *arguments])}"
         )
     print(f"memory: {plan['verdict']}, with {plan['rows']}", flush=True)
     return _by_phase_of_run(plan["phases"], with_vllm=getattr(cfg, "rollout", "") == "vllm")
 
 
-def _check_weights(cfg: Any, seconds: float) -> None:
+def _check_weights(arguments: list[str], seconds: float) -> None:
     """Refuse a run whose step could not be planned, if weights, gradients and optimizer state alone do not fit."""
     try:
-        arguments = [*_arguments(cfg), "--weights_only"]
-        least = _planned_by_command(_recipe(cfg), arguments, _json(_options(cfg)), seconds)
+        least = _planned_by_command([*arguments, "--weights_only"], seconds)
     except (_NotPlannedError, OSError):  # this model or engine is none of which the least is known
         return
     if not least["fits"]:
         raise ValueError(f"the run {least['verdict']}; --plan_seconds 0 starts the run all the same")
     print(f"memory: {least['verdict']}", flush=True)
-
-
-def _options(cfg: Any) -> dict[str, Any]:
-    return {name: x for name, x in asdict(cfg).items() if name not in OF_ONE_RUN}
-
-
-def _json(value: Any) -> Any:
-    """As it is when it has been written and read."""
-    return json.loads(json.dumps(value, default=str))
 
 
 def _by_phase_of_run(phases: Mapping[str, Mapping[str, int]], *, with_vllm: bool) -> dict[str, float]:
@@ -122,16 +112,19 @@ def _have_images(rows: Sequence[Row]) -> bool:
         return True
 
 
-def _arguments(cfg: Any) -> list[str]:
-    """What the command is told of this run's ranks, GPU and machine."""
+def _arguments(cfg: Any, rows: Sequence[Row]) -> list[str]:
+    """What follows `python -m rlkit.plan`: the recipe, this run's ranks, GPU, machine and rows, and its options."""
     gpu, machine = torch.cuda.get_device_properties(torch.cuda.current_device()), os.environ.get("LOCAL_WORLD_SIZE")
     world = dist.get_world_size() if dist.is_initialized() else 1
-    arguments = ["--nproc", str(world), "--gpus_per_node", machine or str(world)]
+    arguments = [str(_recipe(cfg)), "--nproc", str(world), "--gpus_per_node", machine or str(world)]
     share = OWN_SERVER_SHARE if _starts_server_here(cfg, world) else 0.0
     arguments += ["--gpu", gpu.name, "--gpu_memory", str((1 - share) * gpu.total_memory / 2**30)]
     if hasattr(os, "sysconf"):  # not on Windows
         arguments += ["--host_memory", str(host_memory() / 2**30)]
-    return arguments
+    arguments += ["--fill_micro_batch"]
+    if not _have_images(rows):
+        arguments += ["--image_tokens", "0"]
+    return [*arguments, *changed_arguments(cfg, without=OF_ONE_RUN)]
 
 
 def host_memory(cgroup: Path | None = None) -> int:
@@ -147,23 +140,19 @@ def host_memory(cgroup: Path | None = None) -> int:
     return min(sizes)
 
 
-def _plan(cfg: Any, out: Path, seconds: float, rows: Sequence[Row]) -> dict[str, Any]:
-    """What `python -m rlkit.plan RECIPE --json` prints, or the plan of an earlier start with the same options."""
-    arguments = _arguments(cfg)
-    if not _have_images(rows):
-        arguments += ["--image_tokens", "0"]
-    request = _json({"arguments": arguments, "options": _options(cfg)})
-    recipe = _recipe(cfg)
-    made_of = _made_of(recipe, cfg.model)
+def _plan(cfg: Any, arguments: list[str], out: Path, seconds: float) -> dict[str, Any]:
+    """What `python -m rlkit.plan --json` prints, or the plan of an earlier start with the same arguments."""
+    made_of = _made_of(_recipe(cfg), cfg.model)
     try:
         saved = json.loads((out / FILE).read_text())
-        if (saved["request"], saved["made_of"]) == (request, made_of):
+        if (saved["arguments"], saved["made_of"]) == (arguments, made_of):
             return saved["plan"]
     except (OSError, ValueError, KeyError, TypeError):  # there is none
         pass
     try:
-        plan = _planned_by_command(recipe, arguments, request["options"], seconds)
-        replace_file(out / FILE, json.dumps({"request": request, "made_of": made_of, "plan": plan}, indent=1) + "\n")
+        plan = _planned_by_command(arguments, seconds)
+        saved = {"arguments": arguments, "made_of": made_of, "plan": plan}
+        replace_file(out / FILE, json.dumps(saved, indent=1) + "\n")
     except OSError as error:
         raise _NotPlannedError(str(error)) from error
     return plan
@@ -189,19 +178,16 @@ def _recipe(cfg: Any) -> Path:
         raise _NotPlannedError(f"recipe: expected options that are declared in a file, got {error}") from error
 
 
-def _planned_by_command(recipe: Path, arguments: list[str], options: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _planned_by_command(arguments: list[str], seconds: float) -> dict[str, Any]:
     """The plan, from a process that does not see the ranks of this run or their GPUs."""
     env = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    folders = [str(Path(rlkit.__path__[0]).parent), str(recipe.parent), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(rlkit.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    with TemporaryDirectory() as folder:
-        (config := Path(folder) / "config.json").write_text(json.dumps(options))
-        command = [sys.executable, "-m", "rlkit.plan", str(recipe), "--json", "--fill_micro_batch", *arguments]
-        command += ["--config", str(config)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
-        except subprocess.TimeoutExpired as error:
-            raise _NotPlannedError(f"it took more than {seconds:g} seconds (--plan_seconds)") from error
+    command = [sys.executable, "-m", "rlkit.plan", *arguments, "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise _NotPlannedError(f"it took more than {seconds:g} seconds (--plan_seconds)") from error
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:

@@ -22,6 +22,7 @@ from rlkit.doctor.servers import check_servers
 from rlkit.doctor.task import check_rewards, check_rows, show_rows
 from rlkit.rewards.rules import exact_match, numeric_match
 from rlkit.rollout.servers.token import OPEN_ROUTE, TOKEN_VARIABLE
+from rlkit.runs import memory_plan
 from rlkit.runs.models import processor_of
 from rlkit.vlm import load_processor
 
@@ -43,6 +44,12 @@ def test_lines():
 
 
 # --- the machine
+
+
+def test_a_containers_limit_is_the_memory_of_the_machine(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
+    monkeypatch.setattr(memory_plan, "CGROUP", tmp_path)
+    assert texts(machine.check_devices())["processor"][0].endswith(" cores, 1 GiB of memory")
 
 
 def test_why_a_feature_cannot_be_used(tmp_path, monkeypatch):

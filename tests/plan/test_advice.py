@@ -227,3 +227,37 @@ def test_advice_for_a_host_that_is_too_small(monkeypatch):
     assert sentence == "does not fit with any of these options: the least is 400.0 GiB of host memory, of 300.0 GiB"
     monkeypatch.setattr(command_line, "make_plan", lambda cfg, *_: offloaded(30 if cfg.lora_rank else 100))
     assert command_line.advice(cfg, Roles(policy=LLAMA), small, options).endswith("--lora_rank 32")
+
+
+@pytest.mark.parametrize(
+    ("start", "way", "sentence"),
+    [
+        (
+            (80, 20), (60, 130),
+            "those that fit on the host take at least 80.0 GiB, of 73.6 GiB usable; "
+            "those that fit on the GPU take at least 130.0 GiB of host memory, of 128.0 GiB",
+        ),  # it was "the least is 60.0 GiB, of 73.6 GiB usable"
+        (
+            (60, 130), (80, 20),
+            "those that fit on the host take at least 80.0 GiB, of 73.6 GiB usable; "
+            "those that fit on the GPU take at least 130.0 GiB of host memory, of 128.0 GiB",
+        ),  # it was "the sampler's cache has no room for one sequence"
+        ((90, 20), (80, 30), "the least is 80.0 GiB, of 73.6 GiB usable"),
+        ((90, 20), (80, 130), "those that fit on the host take at least 90.0 GiB, of 73.6 GiB usable"),
+        ((60, 140), (50, 130), "the least is 130.0 GiB of host memory, of 128.0 GiB"),
+        ((60, 140), (80, 130), "those that fit on the GPU take at least 140.0 GiB of host memory, of 128.0 GiB"),
+        (
+            (90, 140), (80, 130),
+            "the least is 80.0 GiB, of 73.6 GiB usable; the least is 130.0 GiB of host memory, of 128.0 GiB",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_too_small_is_named_for_gpu_and_host(monkeypatch, start, way, sentence):
+    """GiB of a GPU and of the host, at the start and with each of the ways."""
+
+    def plan(gpu, host):
+        return replace(plan_of(gpu, SamplerMemory(0, 0, 2, 2)), host={LOADING: host << 30}, host_limit=128 << 30)
+
+    monkeypatch.setattr(command_line, "whole_plan", lambda *_: plan(*way))
+    advice = command_line.advice(config(), Roles(policy=LLAMA), plan(*start), OPTIONS)
+    assert advice == f"does not fit with any of these options: {sentence}"

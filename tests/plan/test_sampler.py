@@ -137,9 +137,33 @@ def test_vllm_needs_room_for_the_longest_sequence(config):
     assert sampler(config, tensor_parallel_size=2, gpu_memory_utilization=0.4).cache < GIB
 
 
+def test_a_cache_of_given_size_is_not_a_share_of_the_gpu(config):
+    """vLLM then ignores gpu_memory_utilization."""
+    size = 3 * sequence_bytes(config, 4096, 8)
+    given = {"tensor_parallel_size": 8, "kv_cache_memory_bytes": size}
+    memory = sampler(config, **given, gpu_memory_utilization=0.01)
+    assert (memory.cache, memory.sequences, memory.share) == (size, 3, None)
+    small = sampler(config, **{**given, "kv_cache_memory_bytes": size // 4})
+    plan = Plan(rehearsal(), small, {"train": {}, "weight sync": {}}, H100)
+    said = verdict(options(**given), plan)
+    assert "no room for one sequence; raise --rollout_options kv_cache_memory_bytes, or split the sampler" in said
+
+
+def test_what_vllm_saves_and_the_plan_does_not_read_is_named(config):
+    cfg, memory = options(kv_cache_dtype="fp8", cpu_offload_gb=10), sampler(config)
+    saving = "what vLLM saves with --rollout_options kv_cache_dtype and cpu_offload_gb"
+    assert not_planned(cfg, config, WORKLOAD, memory) == [saving]
+    large, small = (Plan(rehearsal(), memory, {"train": {"parameters": n * GIB}}, H100) for n in (90, 1))
+    assert verdict(cfg, large).endswith(f"; {saving} is not counted")
+    assert small.fits == (saving not in verdict(cfg, small))
+    servers = SimpleNamespace(rollout="vllm_server", max_new_tokens=0, rollout_options={"kv_cache_dtype": "fp8"})
+    assert not_planned(servers, config, WORKLOAD, memory) == []
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
+        ({"kv_cache_memory_bytes": "4G"}, "kv_cache_memory_bytes: expected a number of bytes, got 4G"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: expected a divisor of 8 ranks, got 3"),
         ({"tensor_parallel_size": "two"}, "tensor_parallel_size: expected a divisor of 8 ranks, got two"),
         ({"max_model_len": 4095}, "max_model_len: expected at least the 4096 tokens of prompt and answer, got 4095"),

@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import shlex
 import shutil
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -14,6 +16,9 @@ import torch
 from transformers import LlamaConfig
 
 from rlkit.data.tables import Rows
+from rlkit.plan import __main__ as command_line
+from rlkit.plan.rehearsal import Roles
+from rlkit.plan.workload import with_limited_rows
 from rlkit.rollout import vllm
 from rlkit.runs import PolicySampler, TrainingOptions, memory_plan
 from rlkit.runs.memory_plan import _have_images, planned_memory
@@ -104,26 +109,26 @@ def test_a_task_without_images_has_no_images_in_its_prompts(recipe, model, gpu, 
     """A vision-language model would otherwise be planned with images that fill every prompt."""
     planned_with = []
 
-    def plan(recipe, arguments, *_):
+    def plan(arguments, _):
         planned_with.append(arguments)
         return {"fits": True, "verdict": "fits", "rows": "rows", "phases": {}}
 
     monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
     planned_memory(options(recipe, model), tmp_path, rows)
-    assert (planned_with[0][-2:] == ["--image_tokens", "0"]) != of_images
+    assert ("--image_tokens 0" in " ".join(planned_with[0])) != of_images
 
 
 def arguments_of_a_start(cfg, out, monkeypatch):
     """The plan's arguments and their values, of a GPU with 16 GiB."""
     planned_with = []
 
-    def plan(recipe, arguments, *_):
+    def plan(arguments, _):
         planned_with.extend(arguments)
         return {"fits": True, "verdict": "fits", "rows": "rows", "phases": {}}
 
     monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
     planned_memory(cfg, out)
-    return dict(zip(planned_with[::2], planned_with[1::2], strict=True))
+    return dict(zip(planned_with, planned_with[1:], strict=False))
 
 
 def test_a_server_that_the_run_starts_on_its_gpu_has_its_share(model, gpu, tmp_path, monkeypatch):
@@ -161,11 +166,39 @@ def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
     sentence = str(refused.value)
     assert sentence.startswith("the run does not fit: ") and "GiB of 0.18 GiB usable on NVIDIA" in sentence
     assert "forward and backward" in sentence and "--plan_seconds 0 starts the run all the same" in sentence
-    assert (
-        "\n" not in sentence and "`python -m rlkit.plan` with --nproc 1 " in sentence and "--gpu 'NVIDIA " in sentence
-    )
-    assert not json.loads((tmp_path / "plan.json").read_text())["plan"]["fits"]
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    assert "\n" not in sentence and quoted_arguments(sentence) == saved["arguments"]
+    assert not saved["plan"]["fits"]
     assert planned_memory(options(recipe, model, plan_seconds=0), tmp_path) == {}
+
+
+def quoted_arguments(sentence):
+    """What follows `python -m rlkit.plan` in a refusal."""
+    words = shlex.split(sentence.partition("named by: ")[2])
+    assert words[:3] == ["python", "-m", "rlkit.plan"]
+    return words[3:]
+
+
+def test_the_command_in_a_refusal_plans_the_refused_run(recipe, model, gpu, tmp_path, monkeypatch):
+    """The command filled the model's context of 65,536 tokens with images, where rows of 4,096 tokens were refused."""
+    refused = {"fits": False, "verdict": "does not fit", "rows": "rows", "phases": {}}
+    monkeypatch.setattr(memory_plan, "_planned_by_command", lambda *_: refused)
+    changed = {
+        "lr": 1e-6, "kl_coef": 0.1, "rollout": "vllm", "rollout_options": {"max_num_seqs": "8"},
+        "enable_gradient_checkpointing": False, "trackers": ("tensorboard", "wandb"), "own": -1.5, "out": "a folder",
+    }  # fmt: skip
+    cfg = options(recipe, model, **changed)
+    with pytest.raises(ValueError) as error:
+        planned_memory(cfg, tmp_path, [{"question": "q", "images": []}])
+    planned = []
+    monkeypatch.setattr(command_line, "recipe_roles", lambda *_: Roles(policy=load_config(model)))
+    monkeypatch.setattr(command_line, "whole_plan", lambda *given: planned.append(given) or sys.exit("planned"))
+    with pytest.raises(SystemExit, match="^planned$"):
+        command_line.main(quoted_arguments(str(error.value)))
+    ((planned_cfg, _, world, planned_gpu, _, command),) = planned
+    as_planned = with_limited_rows(replace(cfg, out="", threads=planned_cfg.threads), load_config(model))
+    assert asdict(planned_cfg) == asdict(as_planned) and planned_cfg.max_prompt_tokens == 4096 - 512
+    assert (world, command.image_tokens, planned_gpu.name, planned_gpu.memory) == (1, 0, gpu.name, gpu.total_memory)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +220,10 @@ def test_weights_that_do_not_fit_are_refused_also_without_a_plan(recipe, model, 
     cfg = options(recipe, model, engine="fsdp1")
     for fits, verdict in ((True, "weights alone take 1 GiB"), (False, "does not fit: weights alone take 9 GiB")):
 
-        def plan(recipe, arguments, options, seconds, fits=fits, verdict=verdict):
+        def plan(arguments, _, fits=fits, verdict=verdict):
             if "--weights_only" not in arguments:
                 raise memory_plan._NotPlannedError("it took too long")
-            assert options["engine"] == "fsdp1" and "--gpu_memory" in arguments
+            assert "--engine fsdp1" in " ".join(arguments) and "--gpu_memory" in arguments
             return {"fits": fits, "verdict": verdict}
 
         monkeypatch.setattr(memory_plan, "_planned_by_command", plan)
@@ -207,7 +240,7 @@ def test_weights_that_cannot_be_counted_do_not_end_the_run(recipe, model, gpu, t
     """Megatron's, which has no --weights_only, or a model that cannot be made in time."""
     commands = []
 
-    def plan(recipe, arguments, *_):
+    def plan(arguments, _):
         commands.append("--weights_only" in arguments)
         raise error
 
