@@ -10,8 +10,8 @@ good, and the answer of another row is bad.
 
 How it differs from the paper (KTO, https://arxiv.org/abs/2402.01306, section 4.1):
 - The baseline z_0 is estimated once per step, from all prompts of the batch over all ranks, each
-  with the answer of the next row. The paper pairs them within a micro-batch, so its z_0 depends on
-  how the batch is split.
+  with the answer of the next row, if it fits. The paper pairs them within a micro-batch, so its
+  z_0 depends on how the batch is split.
 - A good and a bad answer have the same weight by default, however many there are of each. The
   paper chooses weights such that (weight x count) of good and bad are between 1 : 1 and 4 : 3: see
   `--desirable_weight`.
@@ -22,7 +22,6 @@ How it differs from the paper (KTO, https://arxiv.org/abs/2402.01306, section 4.
 - The optimizer is AdamW; the paper uses RMSprop.
 """
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,32 +75,36 @@ def answer_loss(out, mb, z0, good: float, cfg: Config):
 
 
 def with_other_answers(rows):
-    """The (group id, row) pairs, each row with the answer of the next one that can be read: z_0 is
-    taken of these."""
+    """The (group id, row) pairs, each row with the answer of the next one that has any, or None:
+    z_0 is taken of these."""
     rows = list(rows)
-    readable = [i for i, (_, row) in enumerate(rows) if row.get("completion") is not None]
     with_others = []
     for i, (group_id, row) in enumerate(rows):
-        other = readable[bisect_right(readable, i) % len(readable)] if readable else i
-        with_others.append((group_id, {**row, "other_answer": rows[other][1].get("completion")}))
+        following = (rows[j % len(rows)][1].get("completion") for j in range(i + 1, i + len(rows)))
+        other = next((answer for answer in following if answer is not None), None)
+        with_others.append((group_id, {**row, "other_answer": other}))
     return with_others
 
 
-def own_and_other_answer(row):
-    return [row["completion"], row["other_answer"]]
+def own_answer(row):
+    return [row["completion"]]
+
+
+def other_answer(row):
+    return [] if row["other_answer"] is None else [row["other_answer"]]
 
 
 def own_batch(sequences):
     """The rows' own answers, with their labels."""
-    label = torch.tensor([float(sequence.row["label"]) for sequence in sequences[0::2]])
-    return collate(sequences[0::2], label=label)
+    label = torch.tensor([float(sequence.row["label"]) for sequence in sequences])
+    return collate(sequences, label=label)
 
 
-def estimate_z0(sequences, cfg: Config, engine, reference):
+def estimate_z0(others, cfg: Config, engine, reference):
     """Mean log-ratio of policy and reference on the answers to other prompts, at least 0."""
     if not cfg.baseline:
         return torch.tensor(0.0)
-    others = collate(sequences[1::2])
+    others = collate(others)
     ref_logprobs = sequence_logprobs(reference(others), others.mask)
     logprobs = sequence_logprobs(engine.infer_batch(others)["logprobs"], others.mask)
     return kto_kl_estimate(logprobs, ref_logprobs, engine.global_sum)
@@ -109,6 +112,8 @@ def estimate_z0(sequences, cfg: Config, engine, reference):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("kto"):
+        if cfg.baseline and cfg.prompts_per_step == 1:
+            raise ValueError("prompts_per_step: expected at least 2 without --no_baseline, got 1")
         task = runs.load_named_task(cfg, cfg.task, load_unpaired)
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("kto", cfg, task.name, task.train)
@@ -118,7 +123,8 @@ def main(cfg: Config) -> None:
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    encode = runs.answer_encoder(cfg, run, path, processor, engine, own_and_other_answer)
+    answers_of = own_answer, other_answer if cfg.baseline else None
+    encode = runs.answer_encoder(cfg, run, path, processor, engine, *answers_of)
     heldout = encode(with_other_answers(enumerate(task.heldout)))
     heldout_batch = own_batch(heldout.sequences)
     heldout_batch.add(ref_logprobs=reference(heldout_batch))
@@ -128,7 +134,7 @@ def main(cfg: Config) -> None:
         """Loss of the held-out answers, share of them on their side of z_0, and accuracy of greedy
         ones."""
         run.phase("evaluate")
-        z0 = estimate_z0(heldout.sequences, cfg, engine, reference)
+        z0 = estimate_z0(heldout.others, cfg, engine, reference)
         loss_fn = partial(answer_loss, z0=z0, good=good, cfg=cfg)
         out = engine.infer_batch(heldout_batch)
         metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
@@ -150,7 +156,7 @@ def main(cfg: Config) -> None:
         run.phase("train")
         with runs.keep_on_device(engine):
             batch.add(ref_logprobs=reference(batch))
-            z0 = estimate_z0(answers.sequences, cfg, engine, reference)
+            z0 = estimate_z0(answers.others, cfg, engine, reference)
             loss_fn = partial(answer_loss, z0=z0, good=counts.pop("good"), cfg=cfg)
             metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}
         run.log(step, metrics, show={"loss": "loss", "accuracy": "marked/accuracy"})

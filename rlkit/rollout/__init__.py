@@ -106,6 +106,7 @@ def make_rollout(
         raise ValueError(f"{backend} rollout: expected options {', '.join(parameters)}; got {', '.join(unknown)}")
     shared = {"gathered": gathered, "model": model and model_path(model), "urls": urls}
     shared |= {"gpu_memory_utilization": gpu_memory_utilization, "trust_remote_code": trust_remote_code}
+    shared |= {"model_parallel_group": model_parallel_group}
     used = {name: value for name, value in shared.items() if name in parameters}
     rollout = rollout_class(processor=processor, **used, **options)
     if model_parallel_group is None:

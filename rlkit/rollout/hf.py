@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.samples import Sample, append_response, thinking_tags_of
@@ -40,6 +41,7 @@ class HfRollout:
         max_sequences: most sequences decoded at once.
         gpu_memory_utilization: share of a GPU's memory up to which the key-value cache may fill it. If need be, fewer
             sequences are decoded at once.
+        model_parallel_group: ranks that generate each sample together; they decode the same requests at once.
         return_routed_experts: samples carry the experts of each token, `routed_experts`.
     """
 
@@ -52,12 +54,14 @@ class HfRollout:
         processor: Any,
         max_sequences: int = 512,
         gpu_memory_utilization: float = 0.8,
+        model_parallel_group: dist.ProcessGroup | None = None,
         return_routed_experts: bool = False,
     ) -> None:
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization: expected a share in (0, 1], got {gpu_memory_utilization}")
         self.gathered, self.processor, self.max_sequences = gathered, processor, max_sequences
         self.gpu_memory_utilization, self.return_routed_experts = gpu_memory_utilization, return_routed_experts
+        self.model_parallel_group = model_parallel_group
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.version = 0
 
@@ -95,7 +99,7 @@ class HfRollout:
         lengths = [len(request.token_ids) + p.max_new_tokens for request, p in zip(requests, params, strict=True)]
         groups: list[list[Sample]] = [[] for _ in requests]
         with self.gathered() as module, _evaluation_mode(module), self._recording(module) as last_routing:
-            most = min(self.max_sequences, self._sequences_in_memory(module, max(lengths, default=1)))
+            most = self._most_sequences(module, max(lengths, default=1))
             requests_per_batch = max(1, most // n)
             for start in range(0, len(requests), requests_per_batch):
                 batch = by_length[start : start + requests_per_batch]  # indices of its requests
@@ -113,6 +117,13 @@ class HfRollout:
 
     def _recording(self, module: Any) -> AbstractContextManager[Callable[[], Tensor] | None]:
         return record_routing(module) if self.return_routed_experts else nullcontext()
+
+    def _most_sequences(self, module: Any, tokens: int) -> int:
+        """How many sequences of this many tokens to decode at once: as many as fit on every rank of the group."""
+        most = torch.tensor(min(self.max_sequences, self._sequences_in_memory(module, tokens)))
+        if self.model_parallel_group is not None:
+            dist.all_reduce(most, op=dist.ReduceOp.MIN, group=self.model_parallel_group)
+        return int(most)
 
     def _sequences_in_memory(self, module: Any, tokens: int) -> int:
         """How many sequences of this many tokens fit into the free GPU memory, by their cache."""

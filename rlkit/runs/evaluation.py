@@ -117,21 +117,34 @@ def record_evaluation(
 def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], Any], engine: Any) -> None:
     """Evaluate before training; in a resumed run, repeat what an interruption lost after the step it resumes at.
 
-    That is an evaluation that was due, or the export of the best model. All ranks call this together.
+    That is an evaluation that was due, or the export of the best model. What the interrupted run logged after that step
+    is removed, as it is logged again. All ranks call this together.
 
     Args:
         start: number of finished steps.
         evaluate, engine: as in `evaluate_every`.
     """
+    run.drop_metrics_from(start or -1)  # -1: also the answers from before training, which are logged again
     if start == 0:
         evaluate("before")
-    elif _is_due(cfg, start):
-        run.step = start - 1
+        return
+    run.step = start - 1
+    if run.writes:
+        _drop_evaluations_after(run, start)
+    if _is_due(cfg, start):
         steps, exported = decided_by_rank_0(lambda: ([one["step"] for one in _evaluations(run)], _exported_step(run)))
         if start not in steps:
             evaluate("during")
         if start not in steps or exported != start:
             _keep_if_best(cfg, run, engine)
+
+
+def _drop_evaluations_after(run: Run, step: int) -> None:
+    """Remove the evaluations after more steps than these from eval.json: they are of a model that was lost."""
+    evaluations = _evaluations(run)
+    kept = [earlier for earlier in evaluations if earlier["step"] <= step]
+    if len(kept) < len(evaluations):
+        run.log_evaluation(evaluations=kept)
 
 
 def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any], engine: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +30,11 @@ class GivenAnswers(Prompts):
 
     Attributes:
         sequences: a prompt followed by an answer, with the answer in the mask. Sequences of a row are adjacent.
+        others: the same with answers that a row can do without; see `answer_encoder`.
     """
 
     sequences: list[Sample] = field(default_factory=list)
+    others: list[Sample] = field(default_factory=list)
 
 
 def answer_encoder(
@@ -41,6 +44,7 @@ def answer_encoder(
     processor: Any,
     engine: Any,
     answers_of: Callable[[Mapping[str, Any]], Sequence[Any]],
+    others_of: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None,
 ) -> RowEncoder:
     """A function that encodes this rank's share of the (group id, row) pairs of all ranks, one sequence per answer.
 
@@ -48,13 +52,18 @@ def answer_encoder(
 
     Args:
         answers_of: returns the answers of a row, as texts or as assistant messages.
+        others_of: likewise, further answers; those that cannot be encoded or are too long are left out.
     """
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
     encoder = encoder_for(cfg, processor)
 
-    def with_answers(prompt: Sample) -> tuple[Sample, list[Sample]]:
-        return prompt, encode_answers(prompt, processor, answers_of(prompt.row), ends, max_tokens)
+    def with_answers(prompt: Sample) -> tuple[Sample, list[Sample], list[Sample]]:
+        sequences, others = encode_answers(prompt, processor, answers_of(prompt.row), ends, max_tokens), []
+        for other in others_of(prompt.row) if others_of else ():
+            with suppress(ValueError):
+                others += encode_answers(prompt, processor, [other], ends, max_tokens)
+        return prompt, sequences, others
 
     return lambda rows: _given_answers(*encode_share(rows, with_answers, encoder, run, engine))
 
@@ -67,8 +76,8 @@ def chat_encoder(
 
     encoder = encoder_for(cfg, processor)
 
-    def with_chat(prompt: Sample) -> tuple[Sample, list[Sample]]:
-        return prompt, [encode_chat(prompt, processor, ends, max_tokens, last_only=last_only)]
+    def with_chat(prompt: Sample) -> tuple[Sample, list[Sample], list[Sample]]:
+        return prompt, [encode_chat(prompt, processor, ends, max_tokens, last_only=last_only)], []
 
     return lambda rows: _given_answers(*encode_share(rows, with_chat, encoder, run, engine))
 
@@ -77,9 +86,10 @@ def _most_tokens(cfg: GivenAnswerOptions, engine: Any) -> int:
     return cfg.max_tokens or context_length(engine.config)
 
 
-def _given_answers(rows: Sequence[tuple[Sample, list[Sample]]], skipped: list[str]) -> GivenAnswers:
-    prompts = [prompt for prompt, _ in rows]
-    return GivenAnswers(prompts, skipped, [sequence for _, sequences in rows for sequence in sequences])
+def _given_answers(rows: Sequence[tuple[Sample, list[Sample], list[Sample]]], skipped: list[str]) -> GivenAnswers:
+    prompts = [prompt for prompt, _, _ in rows]
+    sequences = [sequence for _, of_row, _ in rows for sequence in of_row]
+    return GivenAnswers(prompts, skipped, sequences, [sequence for _, _, of_row in rows for sequence in of_row])
 
 
 def global_loss(

@@ -17,6 +17,8 @@ from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
 from rlkit.data import Batch  # noqa: E402
 from rlkit.losses import kto_kl_estimate, sequence_logprobs  # noqa: E402
+from rlkit.runs import answer_encoder  # noqa: E402
+from rlkit.vlm import load_processor  # noqa: E402
 
 LEARNING = [
     "--task", "helpers:few_digits", "--steps", 24, "--prompts_per_step", 32, "--warmup_steps", 5, "--save_every", 10,
@@ -37,12 +39,42 @@ def whole(start, tmp_path_factory):
     return out
 
 
-def test_the_other_answer_is_the_next_that_can_be_read():
+def test_the_other_answer_is_the_next_that_can_be_read_and_never_the_own():
     with_other_answers = helpers.load("kto").with_other_answers
     rows = [{"completion": answer} for answer in ("a", None, "b", "c", None)]
     assert [row["other_answer"] for _, row in with_other_answers(enumerate(rows))] == ["b", "b", "c", "a", "a"]
     for alone in ("a", None):
-        assert with_other_answers([(0, {"completion": alone})])[0][1]["other_answer"] == alone
+        found = with_other_answers([(0, {"completion": alone}), (1, {"completion": None})])
+        assert [row["other_answer"] for _, row in found] == [None, alone]
+
+
+def test_a_row_is_kept_whatever_the_length_of_the_other_answer(text_dir):  # noqa: F811
+    """The last answer is too long, alone and for the row before it, which is left out of z_0."""
+    recipe, said = helpers.load("kto"), []
+    cfg = recipe.Config(max_tokens=60)
+    run, processor = SimpleNamespace(print=said.append), load_processor(text_dir)
+    engine = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)
+    rows = [{"question": f"Name {i}.", "images": [], "completion": c, "label": True, "where": f"row {i}"}
+            for i, c in enumerate(("yes", "no", "no " * 60))]  # fmt: skip
+    encode = answer_encoder(cfg, run, text_dir, processor, engine, recipe.own_answer, recipe.other_answer)
+    found = encode(recipe.with_other_answers(enumerate(rows)))
+    assert [sequence.row["where"] for sequence in found.sequences] == ["row 0", "row 1"]
+    assert [(sequence.row["where"], sequence.text) for sequence in found.others] == [("row 0", "no")]
+    assert len(found.skipped) == len(said) == 1 and "row 2" in said[0]
+
+
+def test_one_readable_row_has_no_baseline(text_dir, tmp_path):  # noqa: F811
+    lines = [{"prompt": f"Name {i}.", "completion": "yes" if i < 2 else "no " * 60, "label": True} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "held.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    run_here(
+        "kto", "--model", text_dir, "--task", tmp_path / "rows.jsonl", "--out", tmp_path / "run", "--steps", 2,
+        "--prompts_per_step", 2, "--max_tokens", 60, "--max_new_tokens", 0, "--heldout", tmp_path / "held.jsonl",
+        "--sft_coef", 1, "--lr", 1e-2, "--warmup_steps", 0,
+    )  # fmt: skip
+    rows = numbers(tmp_path / "run")
+    assert [row["skipped_rows"] for row in rows].count(1) >= 1
+    assert all(row["kl"] == 0 for row in rows if row["skipped_rows"]), rows
 
 
 def learned(found):
@@ -144,6 +176,7 @@ def test_bad_input_is_one_clear_message(whole, start, tmp_path):
     for message, arguments in {
         "kto: .*rows.jsonl: completion: expected a column completion": ["--task", tmp_path / "rows.jsonl"],
         "kto: out .*holds a run already; continue it with --resume": ["--out", whole],
+        "kto: prompts_per_step: expected at least 2 without --no_baseline, got 1": ["--prompts_per_step", 1],
         "kto-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):

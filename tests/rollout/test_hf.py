@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from numpy.testing import assert_allclose
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -125,6 +126,23 @@ def test_rows_that_end_do_not_change_the_others(engine, rollout, prompts, proces
         assert group == samples[8 * i : 8 * i + 8] and when == max(len(s.response_ids) for s in group)
     assert all(count <= 2 * sum(len(s.response_ids) > step for s in samples) for step, count in enumerate(rows, 1))
     torch.testing.assert_close(trainer[batch.mask], batch.rollout_logprobs[batch.mask], atol=1e-5, rtol=1e-5)
+
+
+def test_ranks_that_sample_together_decode_as_many_sequences_as_fit_on_each(engine, processor, prompts, monkeypatch):
+    """16 fit on this rank and 8 on the other."""
+    group = dist.new_group([0])
+    together = make_rollout("hf", engine.gathered, processor=processor, model_parallel_group=group).rollout
+    monkeypatch.setattr(together, "_sequences_in_memory", lambda module, tokens: 16)
+    batches, generate = [], together._generate_batch
+    monkeypatch.setattr(together, "_generate_batch", lambda *a: batches.append(len(a[1])) or generate(*a))
+
+    def smallest(most, op, group):
+        assert op == dist.ReduceOp.MIN and group is together.model_parallel_group
+        most.clamp_(max=8)
+
+    monkeypatch.setattr(dist, "all_reduce", smallest)
+    assert len(together.generate(prompts, Sampling(2), n=4)) == 16
+    assert batches == [2, 2]
 
 
 def test_what_is_sampled_does_not_depend_on_the_batch(engine, rollout, prompts, processor):

@@ -25,7 +25,7 @@ from rlkit.runs import (
 )
 from rlkit.runs.evaluation import best_step, keep_best_of_all
 from rlkit.runs.heldout import sampled_heldout
-from rlkit.tracking import EVAL, Run
+from rlkit.tracking import EVAL, SAMPLES, Run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -270,6 +270,38 @@ def test_a_model_in_best_that_is_not_the_best_is_set_aside(tmp_path, capsys):
     found, best, _ = train(tmp_path, ACCURACIES, start=3)
     assert found["best_step"] == 2 and best is None and (tmp_path / "best.outdated" / "steps").read_text() == "1"
     assert "the best model, that of step 2, was lost by an interruption" in capsys.readouterr().out
+
+
+def test_a_better_evaluation_of_a_lost_continuation_does_not_count(tmp_path):
+    """The run was killed after step 3, evaluated and exported there, and resumes at step 2, the best from then on."""
+    train(tmp_path, [*ACCURACIES[:3], 0.99])
+    found, best, _ = train(tmp_path, ACCURACIES, start=2)
+    assert found["best_step"] == best == 2 and not (tmp_path / "best.outdated").exists()
+
+
+def test_evaluations_of_a_lost_continuation_are_removed_at_once(tmp_path):
+    run = Run(tmp_path, {})
+    run.log_evaluation(evaluations=measured(0.1, 0.2, 0.3))
+    evaluate_at_start(SimpleNamespace(evaluate_every=10, steps=50, keep_best=False), run, 15, None, Engine())
+    assert json.loads((tmp_path / EVAL).read_text())["evaluations"] == measured(0.1, 0.2)
+
+
+@pytest.mark.parametrize(("start", "kept"), [(0, []), (2, [0, "0", "1"])])
+def test_answers_of_lost_steps_are_removed_before_held_out_ones_are_written(tmp_path, start, kept):
+    """Without a checkpoint the run starts again at step 0; else the evaluation after step 2 is made up for."""
+    held_out, trained = '{"kind": "held-out", "step": %d}\n', '{"step": %d}\n'
+    (tmp_path / SAMPLES).write_text(held_out % 0 + "".join(trained % step for step in range(4)))
+    run = Run(tmp_path, {})
+
+    def evaluate(when):
+        with (tmp_path / SAMPLES).open("a") as file:
+            file.write(held_out % start)
+
+    cfg = SimpleNamespace(evaluate_every=2, steps=4, keep_best=False)
+    evaluate_at_start(cfg, run, start, evaluate, Engine())
+    next(run.steps(start, 4))
+    rows = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]
+    assert [row["step"] if "kind" in row else str(row["step"]) for row in rows] == [*kept, start]
 
 
 @pytest.mark.parametrize("options", [{"keep_best": True}, {"patience": 2}])
