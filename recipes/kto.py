@@ -22,13 +22,13 @@ How it differs from the paper (KTO, https://arxiv.org/abs/2402.01306, section 4.
 - The optimizer is AdamW; the paper uses RMSprop.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from rlkit import runs
-from rlkit.data import collate, load_unpaired, rows_of_steps
+from rlkit.data import collate, first_of_sources, load_unpaired, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
     kto_kl_estimate,
@@ -125,7 +125,11 @@ def main(cfg: Config) -> None:
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     answers_of = own_answer, other_answer if cfg.baseline else None
     encode = runs.answer_encoder(cfg, run, path, processor, engine, *answers_of)
-    heldout = encode(with_other_answers(enumerate(task.heldout)))
+    # the two rows of a pair have one prompt: it is answered once, and they are apart for z_0
+    first = set(first_of_sources(task.heldout))
+    rows = sorted(enumerate(task.heldout), key=lambda one: one[0] not in first)
+    heldout = encode(with_other_answers(rows))
+    prompts = [prompt for prompt in heldout.samples if prompt.group_id in first]
     heldout_batch = own_batch(heldout.sequences)
     heldout_batch.add(ref_logprobs=reference(heldout_batch))
     good = engine.global_sum(heldout_batch.label.sum()).item()
@@ -139,7 +143,7 @@ def main(cfg: Config) -> None:
         out = engine.infer_batch(heldout_batch)
         metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
         measured = {"heldout_loss": metrics["loss"], "marked_accuracy": metrics["marked/accuracy"]}
-        return runs.evaluate_heldout(sampler, heldout, when, **measured)
+        return runs.evaluate_heldout(sampler, replace(heldout, samples=prompts), when, **measured)
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)

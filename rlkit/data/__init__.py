@@ -16,6 +16,7 @@ from rlkit.data.samples import (
     group_ids,
     prompt_sample,
 )
+from rlkit.data.tables import first_of_sources
 from rlkit.data.tasks import Task, rows_of_steps, step_rows
 from rlkit.data.user_code import Failures, load_function
 
@@ -31,6 +32,7 @@ __all__ = [
     "collate",
     "easiest_rows",
     "expand_placeholders",
+    "first_of_sources",
     "group_ids",
     "load_chats",
     "load_function",

@@ -30,6 +30,7 @@ from rlkit.data.tables import (
     as_rows,
     check_inside,
     columns_of,
+    concatenated_sources,
     files_of_video,
     read_table,
     resolve_image_path,
@@ -308,8 +309,9 @@ def _split_by_share(rows: Sequence[Row], share: float) -> tuple[Rows, Rows]:
 
 
 def _concatenate(tables: Sequence[Sequence[Row]]) -> Rows:
-    places = [(table, i) for table in map(without_repeats, tables) for i in range(len(table))]
-    return Rows(lambda n: places[n][0][places[n][1]], np.arange(len(places)))
+    once = [without_repeats(table) for table in tables]
+    places = [(table, i) for table in once for i in range(len(table))]
+    return Rows(lambda n: places[n][0][places[n][1]], np.arange(len(places)), concatenated_sources(once))
 
 
 # --- other tasks

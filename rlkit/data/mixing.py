@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows, as_rows, sources_of
+from rlkit.data.tables import Rows, as_rows, concatenated_sources, sources_of
 from rlkit.data.tasks import Task
 
 
@@ -63,7 +63,7 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
     return Task(
         "+".join(names),
         train=Rows(train, np.concatenate(order), np.concatenate(sources), files),
-        heldout=Rows(heldout, np.arange(len(heldout_rows))),
+        heldout=Rows(heldout, np.arange(len(heldout_rows)), concatenated_sources([task.heldout for task in tasks])),
         reward=lambda text, row: rewards[row["task"]](text, row),
     )
 

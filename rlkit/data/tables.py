@@ -65,6 +65,17 @@ def sources_of(rows: Sequence[Row]) -> np.ndarray:
     return np.unique(as_rows(rows).sources, return_inverse=True)[1]
 
 
+def concatenated_sources(tables: Sequence[Sequence[Row]]) -> np.ndarray:
+    """The sources of the rows of several tables one after another; rows of different tables have different ones."""
+    first = np.cumsum([0, *(len(table) for table in tables)])
+    return np.concatenate([sources_of(table) + n for table, n in zip(tables, first, strict=False)])
+
+
+def first_of_sources(rows: Sequence[Row]) -> list[int]:
+    """The index of the first row of each source, such as a preference pair, in order."""
+    return np.sort(np.unique(as_rows(rows).sources, return_index=True)[1]).tolist()
+
+
 def split_heldout(rows: Rows) -> tuple[Rows, Rows]:
     """Splits rows into (training, held-out): a tenth is held out, at least 1 and at most 300; of a single row none."""
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def _set_aside(out: Path, names: Iterable[str], folders: Iterable[str]) -> None:
 def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, **engines: Any) -> None:
     """Save each engine after every `cfg.save_every` steps and after the last. The newest two checkpoints are kept.
 
+    If training ends earlier, `finish` saves its last step.
+
     With `cfg.save_rollouts`, the rollouts of the step are written first.
 
     The run ends with an error message if a checkpoint cannot be written, and after `cfg.max_skipped_steps` steps in a
@@ -99,26 +102,33 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
             f"gradients: expected finite ones, got nan or inf in {run.skipped_in_a_row} steps in a row, which were "
             "skipped; lower --lr, or allow more with --max_skipped_steps"
         )
+    run.save_last_step = partial(_save_engines, run, {"step": step + 1, **(state or {})}, engines)
     ends = a_signal_has_come()
     if (step + 1) % cfg.save_every and step + 1 != cfg.steps and not ends:
         return
-    run.phase("checkpoint")
-    extra = {"step": step + 1, **(state or {})}
-    if run.first_mismatch is not None:
-        extra["first_mismatch"] = run.first_mismatch
-    for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
-        try:
-            engine.save_checkpoint(run.out / folder / f"step_{step + 1}", extra)
-            keep_newest(run.out / folder, 2)
-        except OSError as error:
-            run.stop(str(error))
+    run.save_last_step()
     if ends:
         run.close()
         raise interrupted()
 
 
+def _save_engines(run: Run, extra: dict[str, Any], engines: Mapping[str, Any]) -> None:
+    run.phase("checkpoint")
+    if run.first_mismatch is not None:
+        extra["first_mismatch"] = run.first_mismatch
+    for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
+        try:
+            engine.save_checkpoint(run.out / folder / f"step_{extra['step']}", extra)
+            keep_newest(run.out / folder, 2)
+        except OSError as error:
+            run.stop(str(error))
+    run.save_last_step = None
+
+
 def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> None:
     """Export the trained models, close the logs, write the page and print where everything is.
+
+    If training ended early, its last step is saved first.
 
     Each exported language model gets a model card, and `cfg.push_to_hub` uploads one of them.
 
@@ -129,6 +139,8 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
 
     The run ends with an error message if a model cannot be written. The checkpoints stay.
     """
+    if run.save_last_step is not None:
+        run.save_last_step()
     for folder, engine in engines.items():
         export_model(cfg, run, folder, engine)
         if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:

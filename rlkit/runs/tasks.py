@@ -13,7 +13,7 @@ import numpy as np
 
 from rlkit.data import Task, load_task, with_heldout, with_prompt
 from rlkit.data.samples import Row
-from rlkit.data.tables import HELD_OUT_SEED, Rows
+from rlkit.data.tables import HELD_OUT_SEED, as_rows
 from rlkit.rewards import isolated, reward_named, without_thinking
 from rlkit.runs.command_line import option_value
 from rlkit.runs.options import RewardOptions, TaskOptions, check_range
@@ -62,7 +62,7 @@ def _at_most(count: int, heldout: Sequence[Row]) -> Sequence[Row]:
     if os.environ.get("RANK", "0") == "0":
         print(f"held-out rows: {count} of {len(heldout)} (--heldout_rows; 0 for all)", flush=True)
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(heldout))[:count]
-    return Rows(lambda i: heldout[i], np.sort(order))
+    return as_rows(heldout)[np.sort(order).tolist()]
 
 
 def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlkit.data import load_chats, load_pairs, load_task, load_unpaired, open_stream, with_heldout
+from rlkit.data import first_of_sources, load_chats, load_pairs, load_task, load_unpaired, open_stream, with_heldout
 from rlkit.vlm import encode_prompt, load_processor
 
 
@@ -52,6 +52,9 @@ def test_both_answers_of_a_pair_are_held_out(tmp_path):
     held = [row["question"] for row in task.heldout]
     assert len(held) == 8 and all(held.count(question) == 2 for question in held)
     assert len(task.train) == 72 and not {row["question"] for row in task.train} & set(held)
+    for rows in (task.heldout, with_heldout(task, "all").heldout):  # one of the two is the first of its pair
+        first = [rows[i]["question"] for i in first_of_sources(rows)]
+        assert len(first) == len(rows) / 2 and set(first) == {row["question"] for row in rows}
 
 
 def test_a_task_without_pairs_gets_wrong_answers():

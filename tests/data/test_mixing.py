@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlkit.data import Task, load_task, load_unpaired, step_rows, with_heldout, with_prompt
+from rlkit.data import Task, first_of_sources, load_task, load_unpaired, step_rows, with_heldout, with_prompt
 from rlkit.data.loading import BUILT_IN
 from rlkit.data.mixing import easiest_rows, mix_tasks, sort_by_difficulty, widen_share
 from rlkit.data.samples import append_response, prompt_sample
@@ -96,6 +96,9 @@ def test_both_answers_of_a_repeated_pair_are_held_out_once(monkeypatch):
         assert len({*heldout}) == len(heldout) and not {*trained} & {*heldout} and {*trained, *heldout} == every
     of_all = answers(with_heldout(unpaired, "all").heldout)
     assert sorted(of_all) == sorted([*every, *answers(unpaired.heldout)])
+    assert [unpaired.heldout[i]["question"] for i in first_of_sources(unpaired.heldout)] == questions(mixture.heldout)
+    several = mix_tasks([replace(unpaired, name=name) for name in "xy"])  # each has pairs already
+    assert len(first_of_sources(several.heldout)) == 2 * len(mixture.heldout) == len(several.heldout) / 2
 
 
 def test_each_row_is_judged_by_its_own_task():

@@ -74,6 +74,21 @@ def save(run, step, **engines):
     checkpoints.save(RESUME, run, step - 1, **engines)
 
 
+def test_the_last_step_is_saved_when_training_ends_early(run):
+    """As with --patience, or when DAPO finds no group with different rewards."""
+    saved = []
+    init_distributed()
+    engine = SimpleNamespace(save_checkpoint=lambda path, extra: saved.append((path.name, extra)))
+    cfg = SimpleNamespace(steps=100, save_every=2, max_skipped_steps=0)
+    for step in range(3):
+        checkpoints.save(cfg, run, step, {"draws": 10 * step}, checkpoints=engine)
+    assert saved == [("step_2", {"step": 2, "draws": 10})]
+    checkpoints.finish(cfg, run, [])
+    assert saved[1:] == [("step_3", {"step": 3, "draws": 20})]
+    checkpoints.finish(cfg, run, [])
+    assert len(saved) == 2
+
+
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_one_before_is_used(damage, file, run, capsys):

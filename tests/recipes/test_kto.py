@@ -93,6 +93,8 @@ def test_learns(whole):
     assert 0.5 < rows[0]["loss"] < 0.6 and rows[0]["kl"] == pytest.approx(0, abs=1e-5)  # 0.5, and the likelihood
     assert rows[-1]["marked/good"] > rows[-1]["kl"] > rows[-1]["marked/bad"] and rows[-1]["marked/accuracy"] > 0.8
     assert {"grad_norm", "lr", "tokens", "skipped_rows", "time/encode", "time/train"} <= rows[0].keys()
+    held = len(helpers.few_digits().heldout)  # two rows each, with one prompt
+    assert evaluation(whole)["heldout"] == evaluation(whole)["accuracy_rows_after"] == held
     assert (whole / "report.html").exists() and (whole / "model" / "model.safetensors").exists()
 
 

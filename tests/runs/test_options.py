@@ -13,6 +13,7 @@ from typing import Literal
 import pytest
 
 import rlkit.runs
+from rlkit.data import first_of_sources, load_unpaired
 from rlkit.runs import (
     OptimizerOptions,
     PolicyOptions,
@@ -209,6 +210,9 @@ def test_a_large_test_split_is_bounded(capsys):
     assert chosen[0] == chosen[1] == sorted(chosen[0], key=questions.index) and len(chosen[0]) == 50
     assert chosen[0] != questions[:50] and len(bounded[0].train) == 800
     assert "held-out rows: 50 of 200 (--heldout_rows; 0 for all)\n" in capsys.readouterr().out
+    pairs = load_named_task(TrainingOptions(task="sorting", heldout_rows=399), "sorting", load_unpaired).heldout
+    assert len(first_of_sources(pairs)) == 200  # of two rows each, but one
+    capsys.readouterr()
     for count in (0, 200, 1000):
         task = load_named_task(TrainingOptions(task="sorting", heldout_rows=count), "sorting")
         assert len(task.heldout) == 200 and not capsys.readouterr().out
