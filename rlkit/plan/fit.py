@@ -147,7 +147,8 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int, gpus_per_node: in
     - fused log-probabilities from hidden states: the output layer is computed twice
     - gradient checkpointing: a third more time
     - smaller micro-batches: weights are gathered more often
-    - offloading of weights and optimizer state between phases, if the host has room: copies in every step
+    - offloading of weights and optimizer state between phases (fsdp2, Megatron), if the host has room: copies in every
+      step
     - Ulysses, for long rows: ranks that share rows communicate in each layer
     - LoRA: only adapters are trained; then with a base in bfloat16; then in 4 bits
     - Megatron: weights and gradients split over tensor or expert ranks, then also over pipeline stages
@@ -169,7 +170,8 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int, gpus_per_node: in
     if cfg.micro_batch_tokens > longest:
         options["micro_batch_tokens"] = longest
     offloaded = min(world, gpus_per_node) * sum(plan.rehearsal.resident.values())
-    if is_fsdp2 and not cfg.offload_between_phases and (plan.host_limit is None or offloaded <= plan.host_limit):
+    may_offload = cfg.engine in ("fsdp2", "megatron") and not cfg.offload_between_phases
+    if may_offload and (plan.host_limit is None or offloaded <= plan.host_limit):
         options["offload_between_phases"] = True
     changes: list[str] = []
     for name, value in options.items():

@@ -139,6 +139,21 @@ def test_an_engine_with_an_optimizer_does_not_only_score(saved):
         make_engine("fsdp2", model=load_model(saved("qwen2")), optimizer=adamw, only_scores=True)
 
 
+def test_an_engine_that_only_scores_does_not_give_its_weights_away(saved, tmp_path):
+    engine = make_engine("fsdp2", model=load_model(saved("qwen2")), only_scores=True)
+    uses = {
+        "get_per_tensor_param": engine.get_per_tensor_param,
+        "get_adapter": engine.get_adapter,
+        "gathered": lambda: engine.gathered().__enter__(),
+        "export_hf": lambda: engine.export_hf(tmp_path / "out"),
+        "save_checkpoint": lambda: engine.save_checkpoint(tmp_path / "out"),
+    }
+    for name, use in uses.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected an engine without only_scores"):
+            use()
+    assert not (tmp_path / "out").exists()
+
+
 def test_tied_embeddings_stay_tied(saved, tmp_path):
     model = load_model(saved("qwen2", tie_word_embeddings=True), on_meta=True)
     engine = make_engine("fsdp2", model=model, optimizer=adamw)

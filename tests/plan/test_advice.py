@@ -148,8 +148,11 @@ def test_megatron_splits_weights_over_tensor_ranks_and_stages():
     stages = [["--parallel pipeline 2"]]
     stages += [[f"--parallel tensor {size} pipeline 2 sequence_parallel 1"] for size in (2, 4, 8)]
     gpus = [[*stages[-1], f"{16 * factor} GPUs in place of 16"] for factor in (2, 4, 8)]
-    assert ways(16, engine="megatron") == [*tensor, *stages, *gpus]
-    given = ways(16, engine="megatron", parallel={"tensor": 8, "sequence_parallel": 1})
+    offload = ["--offload_between_phases"]
+    assert ways(16, engine="megatron") == [offload, *([*offload, *way] for way in (*tensor, *stages, *gpus))]
+    assert ways(16, engine="megatron", offload_between_phases=True) == [*tensor, *stages, *gpus]
+    given = {"parallel": {"tensor": 8, "sequence_parallel": 1}, "offload_between_phases": True}
+    given = ways(16, engine="megatron", **given)
     assert given[0] == ["--parallel tensor 8 sequence_parallel 1 pipeline 2"] and len(given) == 1 + 3
 
 
@@ -164,7 +167,8 @@ def test_megatron_that_does_not_fit_gets_a_layout_that_does(tmp_path, capsys):
             "--max_new_tokens", "0",
         ])  # fmt: skip
     lines = capsys.readouterr().out.strip().splitlines()
-    assert end.value.code == 1 and lines[-1] == "fits with --parallel tensor 4 sequence_parallel 1", lines
+    fits = "fits with --offload_between_phases, --parallel tensor 2 sequence_parallel 1"
+    assert end.value.code == 1 and lines[-1] == fits, lines
 
 
 def offloaded(gib):

@@ -79,13 +79,14 @@ def test_reference_keeps_the_dtype_of_its_files(text_dir, tmp_path):  # noqa: F8
     load_model(str(text_dir), dtype=torch.bfloat16).save_pretrained(tmp_path)
     processor, cfg = load_processor(str(text_dir)), options(tmp_path)
     assert asdict(cfg)["dtype"] == "float32"
-    half = build_scorer(cfg, str(tmp_path), processor)
-    assert {p.dtype for p in half.module.parameters()} == {torch.bfloat16}
-    assert all(isinstance(p, DTensor) for p in half.module.parameters())  # cast when they are gathered
+    halves = [build_scorer(cfg, str(tmp_path), processor, only_scores=x) for x in (False, True)]
+    for half in halves:
+        assert {p.dtype for p in half.module.parameters()} == {torch.bfloat16}
+        assert all(isinstance(p, DTensor) for p in half.module.parameters())  # cast when they are gathered
     single = fsdp2.Fsdp2Engine(model=load_model(str(tmp_path)), device="cpu")
     batch = collate([append_response(prompt_sample([5, 6, 7]), [8, 9, 10, 11], [-1.0] * 4)])
-    scores = [engine.infer_batch(batch)["logprobs"] for engine in (half, single)]
-    assert scores[0].any() and torch.equal(*scores)
+    scores, *others = [engine.infer_batch(batch)["logprobs"] for engine in (single, *halves)]
+    assert scores.any() and all(torch.equal(scores, other) for other in others)
 
 
 def test_a_float32_reference_is_held_in_the_dtype_of_the_computation(text_dir):  # noqa: F811

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,9 @@ class Fsdp2Engine:
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         offload_between_phases: weights and optimizer state are in (pinned) host memory while no method of the engine
             needs them. They are copied to the device and back in each call, or once in `keep_on_device`.
-        only_scores: hold weights in `compute_dtype`, for an engine whose weights are not trained, saved, exported or
-            sent. The results are those of float32 weights, which are cast in every forward, to the bit.
+        only_scores: hold weights in `compute_dtype` if that is smaller, for an engine whose weights are not trained,
+            saved, exported or sent. Results equal, bit for bit, those of float32 weights that are cast in every
+            forward.
         keep_gradients: keep gradients after `train_batch`, for inspection. By default they are freed, which leaves
             memory for a sampler.
 
@@ -418,8 +420,9 @@ class Fsdp2Engine:
                 are cast before they are gathered. Adapters are merged before that, by each rank into its part of the
                 weights; into NF4 weights, which are gathered in 4 bits, after it.
         """
-        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype), self._renamed)
-        yield from checkpoint_buffers(self.base)
+        self._check_exact_weights("get_per_tensor_param")
+        parameters = checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype), self._renamed)
+        return chain(parameters, checkpoint_buffers(self.base))
 
     def get_adapter(
         self, bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None
@@ -431,6 +434,7 @@ class Fsdp2Engine:
         Raises:
             ValueError: the model has no adapters, or weights other than the adapters are trained, too.
         """
+        self._check_exact_weights("get_adapter")
         if not self.has_adapters:
             raise ValueError(
                 "get_adapter: expected a model with adapters, got none; get_per_tensor_param returns its weights"
@@ -447,6 +451,10 @@ class Fsdp2Engine:
 
         adapters = adapter_parameters(self.module, gather, bucket_bytes)
         return self.module.peft_config["default"], self._iterate_on_device(adapters)
+
+    def _check_exact_weights(self, caller: str) -> None:
+        if self.only_scores:
+            raise ValueError(f"{caller}: expected an engine without only_scores, which rounds weights, got one with it")
 
     def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, under the names of the module without adapters."""
@@ -467,6 +475,7 @@ class Fsdp2Engine:
     @contextmanager
     def gathered(self) -> Iterator[Any]:
         """Yield the module with full weights on every rank, so that sampling gathers them only once."""
+        self._check_exact_weights("gathered")
         units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
         with self._offloaded_weights.on_device():
             for unit in units:
@@ -513,6 +522,7 @@ class Fsdp2Engine:
             path: a directory, which is either complete or absent.
             extra: returned by `load_checkpoint`.
         """
+        self._check_exact_weights("save_checkpoint")
         self._reshard()
         with self._offloaded_state.on_device():
             is_new = self.optimizer is not None and not self.optimizer.state
@@ -561,6 +571,7 @@ class Fsdp2Engine:
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
+        self._check_exact_weights("export_hf")
         export_hf(path, self.base, self._weights(0, dtype), self.processor, dtype)
 
     def export_adapter(self, path: str | Path) -> None:

@@ -62,7 +62,9 @@ def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, tor
 
 
 def cast_to_units(model: nn.Module, units: Mapping[nn.Module, torch.dtype], dtype: torch.dtype) -> None:
-    """Cast each parameter to the precision of its unit, as FSDP would in every forward. Buffers keep their dtype.
+    """Cast each parameter to the precision of its unit, as FSDP would in every forward, if that is smaller.
+
+    Each parameter is freed before the next one is cast. Buffers keep their dtype.
 
     Args:
         model: before `fully_shard`, perhaps on the meta device.
@@ -70,12 +72,17 @@ def cast_to_units(model: nn.Module, units: Mapping[nn.Module, torch.dtype], dtyp
         dtype: of the rest.
     """
     of_units = {p: unit_dtype for module, unit_dtype in units.items() for p in module.parameters()}
-    cast: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str, torch.dtype]]] = {}  # several of a tied parameter
     for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            if p not in cast and p.is_floating_point():
-                cast[p] = nn.Parameter(p.detach().to(of_units.get(p, dtype)), p.requires_grad)
-            setattr(module, name, cast.get(p, p))
+        for name, p in module.named_parameters(recurse=False):
+            if p.is_floating_point() and p.dtype.itemsize > (unit_dtype := of_units.get(p, dtype)).itemsize:
+                uses.setdefault(p, []).append((module, name, unit_dtype))
+    del of_units
+    while uses:
+        p, users = uses.popitem()
+        cast = nn.Parameter(p.detach().to(users[0][2]), p.requires_grad)
+        for module, name, _ in users:
+            setattr(module, name, cast)
 
 
 def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
