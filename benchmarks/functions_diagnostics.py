@@ -1,6 +1,7 @@
 """Groups of what a run logs: ratios, values, mismatch, as numbers."""
 
 import math
+from statistics import pvariance
 
 from functions_common import PEERS, group
 from functions_divergences import k3
@@ -9,6 +10,7 @@ from functions_losses import exp20
 from rlkit.losses import (
     align_with_tokens,
     effective_sample_size,
+    explained_variance,
     importance_weights,
     mismatch_stats,
     ratio_stats,
@@ -66,6 +68,17 @@ def value_metrics(b):
         return clipped.item(), 2 * verl.compute_value_loss(new, b.advantages, b.values, m, 1e9)[0].item()
 
     return {"rlkit": ours, "loop": loop, "verl": theirs}
+
+
+@group("explained variance")
+def explained(b):
+    lists = [x.tolist() for x in (b.values, b.advantages, b.mask)]
+
+    def loop():
+        each = [(v, r) for row in zip(*lists, strict=True) for v, r, on in zip(*row, strict=True) if on]
+        return 1 - pvariance(r - v for v, r in each) / pvariance(r for _, r in each)
+
+    return {"rlkit": lambda: explained_variance(b.values, b.advantages, b.mask).item(), "loop": loop}
 
 
 @group("mismatch metrics, token and sequence", "verl")

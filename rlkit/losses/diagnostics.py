@@ -120,10 +120,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, global_sum
         0-d, float64. nan if all returns are equal.
     """
     check.per_token(mask, values=values, returns=returns)
-    values, returns = (masked(x, mask).double() for x in (values, returns))
     count = global_sum(mask.sum())
 
     def variance(x: Tensor) -> Tensor:
+        x = masked(x, mask).double()
         mean = global_sum(x.sum()) / count
         return global_sum(masked(x - mean, mask).square().sum()) / count
 

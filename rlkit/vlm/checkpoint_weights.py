@@ -251,8 +251,9 @@ def as_in_files(model: Any, group: dict[str, Tensor]) -> list[tuple[str, Tensor]
     from transformers.core_model_loading import revert_weight_conversion
 
     family, pieces = model.config.model_type, revert_weight_conversion(model, group)
-    if family in TRANSPOSED_EXPERTS:  # transformers reads both layouts, and writes its own
-        pieces = {name: x.mT.contiguous() if ".mlp.experts." in name else x for name, x in pieces.items()}
+    if family in TRANSPOSED_EXPERTS:
+        # transformers reads both layouts, and writes its own, or with FSDP1's flat parameters the published one
+        pieces |= {name: x.mT.contiguous() for name, x in group.items() if ".mlp.experts." in name}
     return [(checkpoint_name(family, name), x) for name, x in pieces.items()]
 
 

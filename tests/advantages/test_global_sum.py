@@ -62,6 +62,14 @@ def test_kto_kl_estimate():
     torch.testing.assert_close(torch.stack(found), whole.expand(3))
 
 
+def test_explained_variance():
+    (values, mask), (returns, _) = token_batch(5, 14, 6), token_batch(6, 14, 6)
+    whole = rlkit.losses.explained_variance(values, returns, mask)
+    one = lambda rows, add: rlkit.losses.explained_variance(values[rows], returns[rows], mask[rows], add)  # noqa: E731
+    torch.testing.assert_close(torch.stack(over_ranks(one, *PARTS)), whole.expand(3))
+    assert not torch.isclose(rlkit.losses.explained_variance(values[:5], returns[:5], mask[:5]), whole)
+
+
 def test_load_balancing_loss():
     logits = torch.randn(14, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     mask = torch.rand(14, 6, generator=torch.Generator().manual_seed(2)) < 0.6
@@ -73,4 +81,5 @@ def test_load_balancing_loss():
 def test_every_function_with_a_global_sum_is_here():
     every = [getattr(p, n) for p in (rlkit.losses, rlkit.advantages) for n in p.__all__]
     have = {f.__name__ for f in every if inspect.isfunction(f) and "global_sum" in inspect.signature(f).parameters}
-    assert have == {name.split()[0] for name in cases()} | {"kto_kl_estimate", "load_balancing_loss"}
+    others = {"explained_variance", "kto_kl_estimate", "load_balancing_loss"}
+    assert have == {name.split()[0] for name in cases()} | others

@@ -164,7 +164,8 @@ def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
     with pytest.raises(ValueError) as refused:
         planned_memory(options(recipe, model), tmp_path)
     sentence = str(refused.value)
-    assert sentence.startswith("the run does not fit: ") and "GiB of 0.18 GiB usable on NVIDIA" in sentence
+    assert sentence.startswith("the run does not fit: "), sentence
+    assert "GiB of 0.2 GiB usable on NVIDIA" in sentence, sentence
     assert "forward and backward" in sentence and "--plan_seconds 0 starts the run all the same" in sentence
     saved = json.loads((tmp_path / "plan.json").read_text())
     assert "\n" not in sentence and quoted_arguments(sentence) == saved["arguments"]

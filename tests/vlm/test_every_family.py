@@ -751,7 +751,9 @@ def test_a_training_step_packed_equals_padded(family):
     came, padded = map(parameters, ways)
     moved = {name for name, tensor in came.items() if not torch.equal(tensor, before[name])}
     for name, tensor in came.items():
-        torch.testing.assert_close(tensor, padded[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        # rounding is relative to a sum's largest terms: one channel of Gemma 3n's tower moves by 700, another by 37
+        atol = 1e-4 * max(1, padded[name].abs().max().item())
+        torch.testing.assert_close(tensor, padded[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
     assert len(moved) > 10
     assert family not in SEES or any(first_of_tower(family) in name for name in moved)
 

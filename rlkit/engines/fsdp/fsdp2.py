@@ -175,8 +175,7 @@ class Fsdp2Engine:
             self.module = self._shard_and_read(model, mesh)
         else:
             self.module = self._shard(_on_device(model, self.device), self.compute_dtype, mesh)
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer = optimizer(trainable) if optimizer else None
+        self.optimizer = optimizer([p for p in self.module.parameters() if p.requires_grad]) if optimizer else None
         if optimizer:
             check_uniform_dtypes(self.module)
             reduce_unused_experts(self.module)
