@@ -123,6 +123,7 @@ def main(cfg: Config) -> None:
     with runs.one_sentence_errors("dapo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+        runs.check_range("overlong_buffer", cfg.overlong_buffer, 0, cfg.max_new_tokens)
         if cfg.epochs:
             raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
         task = runs.load_named_task(cfg, cfg.task)

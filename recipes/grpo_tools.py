@@ -141,6 +141,8 @@ def with_tiny_model(cfg: Config, path: Path, task, tool) -> Config:
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_tools"):
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+        if cfg.max_response_tokens:
+            runs.check_range("max_response_tokens", cfg.max_response_tokens, cfg.max_new_tokens)
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
         tool = load_function(cfg.tool, "tool")

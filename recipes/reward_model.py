@@ -22,6 +22,7 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
   when it is built.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,14 +52,18 @@ def pair_loss(out, mb, centre_coef: float):
 
 
 def margin_of(row) -> float:
+    """The row's margin; 0 if it has none, which is nan in tables of numbers."""
     try:
-        return float(row.get("margin") or 0.0)
+        margin = float(row.get("margin") or 0.0)
     except (TypeError, ValueError):
-        raise ValueError(f"margin: expected a number, got {row['margin']!r:.80}") from None
+        margin = math.inf
+    if math.isinf(margin):
+        raise ValueError(f"margin: expected a finite number, got {row['margin']!r:.80}")
+    return 0.0 if math.isnan(margin) else margin
 
 
 def chosen_and_rejected(row):
-    margin_of(row)  # a row whose margin is no number is skipped
+    margin_of(row)  # a row whose margin is no finite number is skipped
     return [row["chosen"], row["rejected"]]
 
 
@@ -100,7 +105,8 @@ def main(cfg: Config) -> None:
         run.phase("encode")
         pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
-        counts = runs.batch_totals(cfg, engine, batch, head=False, skipped_rows=len(pairs.skipped))
+        counts = {"skipped_rows": len(pairs.skipped), "tokens": sum(batch.lengths)}
+        counts = runs.batch_totals(cfg, engine, batch, head=False, **counts)
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 

@@ -322,6 +322,8 @@ def check_ranges(cfg: Any) -> None:
         for name in names:
             if (value := getattr(cfg, name, None)) is not None:
                 check_range(name, value, low, high)
+    if isinstance(cfg, PolicyOptions):  # in evaluate.py 0 is no sampled answer
+        check_range("group_size", cfg.group_size, 1)
     for name in POSITIVE:
         if not getattr(cfg, name, 1.0) > 0:
             raise ValueError(f"{name}: expected a number above 0, got {getattr(cfg, name):g}")

@@ -39,11 +39,11 @@ def batch_totals(
         forwards: further forward passes over all rows, e.g. of the reference policy.
         head: whether the model has an output layer over the vocabulary; False for a value model.
         flops: FLOPs of other models on this rank's rows.
-        counts: further counts of this rank.
+        counts: further counts of this rank. By default `tokens` are those in the mask.
     """
     passes = training_passes(cfg, updates) + forwards
     flops += passes * engine_flops(engine, batch, head=head)
-    return totals(engine, tokens=batch.mask.sum(), flops=flops, **counts)
+    return totals(engine, **{"tokens": batch.mask.sum(), "flops": flops, **counts})
 
 
 def engine_flops(engine: Any, batch: Batch, *, head: bool = True) -> float:

@@ -63,6 +63,8 @@ class Run:
         ValueError: a tracker is unknown or not installed.
     """
 
+    save_last_step: Callable[[], None] | None = None  # where it is not saved yet; see rlkit.runs.checkpoints.save
+
     def __init__(
         self,
         out: str | Path,
@@ -92,7 +94,6 @@ class Run:
         self.step = 0  # the last step that was logged
         self.skipped_in_a_row = 0  # skipped steps at the end of the log
         self.first_mismatch: float | None = None  # of sampler and trainer; see PolicySampler.stop_if_out_of_sync
-        self.save_last_step: Callable[[], None] | None = None  # if it is not saved yet; see rlkit.runs.checkpoints.save
         self.sampler_bytes = 0  # that vLLM in this process holds, which are not in `memory/<phase>`
         self.peak, self.planned_memory = peak_flops_of_all_ranks(), planned_memory or {}
         self.write_page, self.page_seconds, self.profiler = write_page, page_seconds, profiler

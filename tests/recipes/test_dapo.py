@@ -135,6 +135,8 @@ def test_help_names_every_option(capsys):
 def test_bad_input_is_one_clear_message(whole, tmp_path):
     with pytest.raises(SystemExit, match="dapo: mini_batches: expected 1 to 6, got 7"):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 7)
+    with pytest.raises(SystemExit, match="dapo: overlong_buffer: expected 0 to 4, got 8"):
+        run_here("dapo", "--out", tmp_path / "a", *SMALL, "--max_new_tokens", 4, "--overlong_buffer", 8)
     with pytest.raises(SystemExit, match="dapo: epochs: expected none, as draws per step vary, .*; use --steps"):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--epochs", 1)
     with pytest.raises(SystemExit, match="dapo: out .*holds a run already; continue it with --resume"):

@@ -155,6 +155,7 @@ def test_bad_input_is_one_clear_message(warm_dir, tmp_path):
     cases = {
         ("--tool", "test_grpo_tools:crop"): "grpo_tools: tool '.*:crop': expected a function of test_grpo_tools",
         ("--model", "tiny"): 'grpo_tools: model: expected a model that can use this task and tool, got "tiny"',
+        ("--max_new_tokens", 12, "--max_response_tokens", 8): "max_response_tokens: expected at least 12, got 8",
         ("--tool", "test_grpo_tools:shaky", "--max_failed_rewards", 0.1): "held-out answers: expected at least 90%",
     }
     for i, (arguments, text) in enumerate(cases.items()):

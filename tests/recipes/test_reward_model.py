@@ -97,6 +97,16 @@ def test_loss_equals_trls(case, centre_coef):
     assert stats["preference/accuracy"].item() == pytest.approx(better)
 
 
+def test_a_margin_is_a_finite_number():
+    margin_of = helpers.load("reward_model").margin_of
+    for margin in (None, "", 0, float("nan")):  # nan: none, in a table of numbers
+        assert margin_of({"margin": margin}) == margin_of({}) == 0
+    assert margin_of({"margin": "1.5"}) == 1.5
+    for margin in ("far", "inf", float("-inf"), [1]):
+        with pytest.raises(ValueError, match="^margin: expected a finite number, got "):
+            margin_of({"margin": margin})
+
+
 def test_margins_and_lora_on_a_text_file(text_dir, tmp_path):  # noqa: F811
     lines = [{"prompt": f"Name {i}.", "chosen": "yes", "rejected": "no", "margin": 2.0} for i in range(24)]
     lines[4]["rejected"] = "yes"
@@ -107,6 +117,7 @@ def test_margins_and_lora_on_a_text_file(text_dir, tmp_path):  # noqa: F811
     )  # fmt: skip
     rows, found = numbers(tmp_path / "run"), evaluation(tmp_path / "run")
     assert rows[0]["loss"] == pytest.approx(torch.nn.functional.softplus(torch.tensor(2.0)).item(), rel=1e-5)
+    assert rows[0]["tokens"] > 10 * 40  # of whole answers with their prompts
     assert sum(row["skipped_rows"] for row in rows) == 2 or found["heldout_skipped"] == 1
     head = load_value_model(str(tmp_path / "run" / "model")).get_output_embeddings().weight
     assert head.abs().max() > 0

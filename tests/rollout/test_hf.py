@@ -131,17 +131,17 @@ def test_rows_that_end_do_not_change_the_others(engine, rollout, prompts, proces
 def test_ranks_that_sample_together_decode_as_many_sequences_as_fit_on_each(engine, processor, prompts, monkeypatch):
     """16 fit on this rank and 8 on the other."""
     group = dist.new_group([0])
-    collective = make_rollout("hf", engine.gathered, processor=processor, model_parallel_group=group).rollout
-    monkeypatch.setattr(collective, "_sequences_in_memory", lambda module, tokens: 16)
-    batches, generate = [], collective._generate_batch
-    monkeypatch.setattr(collective, "_generate_batch", lambda *a: batches.append(len(a[1])) or generate(*a))
+    shared = make_rollout("hf", engine.gathered, processor=processor, model_parallel_group=group).rollout
+    monkeypatch.setattr(shared, "_sequences_in_memory", lambda module, tokens: 16)
+    batches, generate = [], shared._generate_batch
+    monkeypatch.setattr(shared, "_generate_batch", lambda *a: batches.append(len(a[1])) or generate(*a))
 
     def smallest(most, op, group):
-        assert op == dist.ReduceOp.MIN and group is collective.model_parallel_group
+        assert op == dist.ReduceOp.MIN and group is shared.model_parallel_group
         most.clamp_(max=8)
 
     monkeypatch.setattr(dist, "all_reduce", smallest)
-    assert len(collective.generate(prompts, Sampling(2), n=4)) == 16
+    assert len(shared.generate(prompts, Sampling(2), n=4)) == 16
     assert batches == [2, 2]
 
 

@@ -135,6 +135,7 @@ def test_values_of_another_type_are_refused(capsys):
         ("steps", -3, "at least 1, got -3"), ("save_every", 0, "at least 1, got 0"), ("seed", -1, "at least 0, got -1"),
         ("lr", -0.1, "at least 0, got -0.1"), ("min_lr_ratio", 1.5, "0 to 1, got 1.5"),
         ("max_failed_rewards", -0.5, "0 to 1, got -0.5"), ("temperature", 0.0, "a number above 0, got 0"),
+        ("group_size", 0, "at least 1, got 0"),
         ("lr", float("nan"), "at least 0, got nan"), ("temperature", float("nan"), "a number above 0, got nan"),
     ],
 )  # fmt: skip

@@ -17,4 +17,5 @@ def test_flops_of_prompts_that_the_engine_computes_once_or_for_each_answer(share
     engine = SimpleNamespace(config=config, share_prompts=share, global_sum=lambda x: x)
     counts = runs.batch_totals(SimpleNamespace(lora_rank=0), engine, batch, updates=2, forwards=1)
     assert counts["flops"] == (2 * 3 + 1) * batch_flops(config, batch, share_prompts=share) and counts["tokens"] == 9
+    assert runs.batch_totals(SimpleNamespace(lora_rank=0), engine, batch, tokens=sum(batch.lengths))["tokens"] == 36
     assert batch_flops(config, batch, share_prompts=False) > batch_flops(config, batch)
