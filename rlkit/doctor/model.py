@@ -111,5 +111,7 @@ def _check_processor(name: str, config: Any, trust_remote_code: bool) -> Iterato
     except ValueError as error:
         yield Finding("vocabulary", str(error), False)
         return
-    if (without := len(tokenizer) - config.get_text_config().vocab_size) > 0:
-        yield Finding("vocabulary", f"special tokens without an embedding, which no text may have: {without}", None)
+    size = config.get_text_config().vocab_size
+    if without := {i for i in tokenizer.get_vocab().values() if i >= size}:
+        text = f"special tokens without an embedding, which no text may have: {len(without)}"
+        yield Finding("vocabulary", text, None)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rlkit.data.samples import Batch
 
@@ -116,6 +116,13 @@ def check_same_rows(batch: Batch, data_parallel_rank: int, data_parallel_size: i
 def local_part(x: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, a plain tensor without gradient; other tensors as they are."""
     return x._local_tensor if isinstance(x, DTensor) else x  # `to_local` of a parameter returns a view of it
+
+
+def shard_like(full: Tensor, x: Tensor) -> Tensor:
+    """A full tensor, sharded as `x` is; every rank keeps its part, and sends nothing. `full` itself if `x` is plain."""
+    if not isinstance(x, DTensor):
+        return full
+    return distribute_tensor(full, x.device_mesh, x.placements, src_data_rank=None)
 
 
 def full_tensor(x: Tensor) -> Tensor:

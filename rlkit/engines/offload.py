@@ -118,8 +118,67 @@ class OffloadedBetweenUses:
         self.changed = False
 
 
+class OffloadingEngine:
+    """Methods of the engines that can keep weights and optimizer state on the host between calls.
+
+    Attributes:
+        offload_between_phases: whether they do.
+    """
+
+    def _set_up_offloading(
+        self, weights: Callable[[], Iterable[Tensor]], state: Callable[[], Iterable[Tensor]], *, enabled: bool
+    ) -> None:
+        """Move weights and optimizer state to the host, if offloading is enabled.
+
+        Args:
+            weights, state: return the tensors, see `OffloadedBetweenUses`.
+        """
+        self.offload_between_phases = enabled
+        self._offloaded_weights = OffloadedBetweenUses(weights, enabled=enabled)
+        self._offloaded_state = OffloadedBetweenUses(state, enabled=enabled)
+        if enabled:
+            own_memory(weights())
+            self._offloaded_state.unload()
+            self._offloaded_weights.unload()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of weights and optimizer state that this rank keeps in host memory between calls."""
+        return self._offloaded_weights.on_host.host_bytes + self._offloaded_state.on_host.host_bytes
+
+    @contextmanager
+    def keep_on_device(self) -> Iterator[None]:
+        """A context for several calls. With `offload_between_phases` they copy weights and optimizer state only once.
+
+        Weights come to the device with the first call, the optimizer state with the first optimizer step. Both go back
+        to the host at the end, with what the caller has written to them; what it has written to frozen weights is lost.
+        """
+        with self._offloaded_weights.kept(), self._offloaded_state.kept():
+            try:
+                yield
+            finally:
+                self._mark_changed()  # by the caller, perhaps
+
+    def _mark_changed(self) -> None:
+        self._offloaded_weights.changed = self._offloaded_state.changed = True
+
+    def _check_not_offloading(self, device: torch.device | str) -> None:
+        if self.offload_between_phases:
+            raise ValueError(f"to: expected no offload_between_phases, which moves weights itself, got {device}")
+
+    def _iterate_on_device(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same pairs, with the weights on the device.
+
+        With `offload_between_phases`, yields copies: a tensor may share memory with the weights.
+        """
+        with self._offloaded_weights.on_device():
+            for name, tensor in weights:
+                yield name, tensor.clone() if self.offload_between_phases else tensor
+                del tensor  # free it before the next one is gathered
+
+
 def needs_weights(method: Method) -> Method:
-    """A method of an engine, called with the weights on the device: its `_offloaded_weights`."""
+    """Wraps an engine's method so that its `_offloaded_weights` are on the device during the call."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:

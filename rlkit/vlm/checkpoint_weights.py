@@ -22,12 +22,15 @@ from rlkit.vlm.families import (
 )
 from rlkit.vlm.nf4 import Nf4Linear
 
+Shard = Callable[[Tensor, Tensor], Tensor]  # (full tensor, parameter) -> the tensor, sharded as the parameter is
+
 
 def merged_parameters(
     model: nn.Module,
     full: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
     bucket_bytes: int = 0,
     cast: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    shard: Shard = lambda tensor, parameter: tensor,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter of the base model, with LoRA adapters merged and NF4 weights dequantized.
 
@@ -46,8 +49,9 @@ def merged_parameters(
             bucket of its own; with 0 every parameter is.
         cast: (name, parameter) -> the parameter in another dtype. It is called before `full`; for a parameter in NF4,
             after that, when it has been dequantized and merged.
+        shard: (full tensor, parameter) -> the tensor, sharded as the parameter is.
     """
-    return _in_buckets(_stored_parameters(model, cast), full, bucket_bytes, cast)
+    return _in_buckets(_stored_parameters(model, cast), full, bucket_bytes, cast, shard)
 
 
 def adapter_parameters(
@@ -65,7 +69,7 @@ def adapter_parameters(
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     )
-    return _in_buckets(stored, full, bucket_bytes, cast=lambda name, tensor: tensor)
+    return _in_buckets(stored, full, bucket_bytes, lambda name, tensor: tensor, lambda tensor, parameter: tensor)
 
 
 class _Stored(NamedTuple):
@@ -111,6 +115,7 @@ def _in_buckets(
     full: Callable[[Sequence[Tensor]], Iterable[Tensor]],
     bucket_bytes: int,
     cast: Callable[[str, Tensor], Tensor],
+    shard: Shard,
 ) -> Iterator[tuple[str, Tensor]]:
     """`_full` of all parameters, a bucket at a time."""
     bucket: list[_Stored] = []
@@ -118,17 +123,18 @@ def _in_buckets(
     for parameter in parameters:
         size = sum(x.numel() * x.element_size() for x in parameter.tensors)
         if bucket and bucket_size + size > bucket_bytes:
-            yield from _full(_merged_parts(bucket, full, cast), full, cast)
+            yield from _full(_merged_parts(bucket, full, cast, shard), full, cast)
             bucket, bucket_size = [], 0
         bucket.append(parameter)
         bucket_size += size
-    yield from _full(_merged_parts(bucket, full, cast), full, cast)
+    yield from _full(_merged_parts(bucket, full, cast, shard), full, cast)
 
 
 def _merged_parts(
     bucket: Sequence[_Stored],
     full: Callable[[Sequence[Tensor]], Iterable[Tensor]],
     cast: Callable[[str, Tensor], Tensor],
+    shard: Shard,
 ) -> list[_Stored]:
     """The same parameters, with adapters merged into this rank's part and cast, except into NF4 weights."""
     adapted = [x for x in bucket if x.adapter is not None and x.layer is None]
@@ -138,19 +144,10 @@ def _merged_parts(
         name, stored, layer, adapter = parameter
         if adapter is not None and layer is None:
             delta = _delta(adapter, next(matrices), next(matrices)).to(stored[0].dtype)
-            parameter = _Stored(name, [cast(name, stored[0] + _sharded_like(stored[0], delta))])
+            parameter = _Stored(name, [cast(name, stored[0] + shard(delta, stored[0]))])
             del delta
         parts.append(parameter)
     return parts
-
-
-def _sharded_like(x: Tensor, full: Tensor) -> Tensor:
-    """A full tensor as a tensor that is sharded as `x` is; every rank keeps its part, and sends nothing."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(x, DTensor):
-        return full
-    return distribute_tensor(full, x.device_mesh, x.placements, src_data_rank=None).to(x.device)
 
 
 def _full(

@@ -145,14 +145,28 @@ def test_a_missing_shard_is_named(tmp_path):
     assert finding.ok and finding.text.startswith("2 files")
 
 
-@pytest.mark.parametrize(("special", "passes"), [(False, False), (True, True)])
-def test_a_tokenizer_with_more_tokens_than_embeddings(tiny_dir, tmp_path, special, passes):
+def make_hole(path):
+    """Take the last token out of a tokenizer's vocabulary, but not its id, which the added token follows."""
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocabulary, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"][-1]
+    last = max(vocabulary, key=vocabulary.get)
+    del vocabulary[last]
+    vocabulary[added["content"]] = added["id"]
+    tokenizer["model"]["merges"] = [pair for pair in tokenizer["model"]["merges"] if "".join(pair) != last]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(("special", "hole", "passes"), [(False, 0, False), (True, 0, True), (True, 1, True)])
+def test_a_tokenizer_with_more_tokens_than_embeddings(tiny_dir, tmp_path, special, hole, passes):
     """A run refuses what the check refuses. Gemma 3's text models have a special token that they never see."""
     path = tmp_path / "model"
     shutil.copytree(tiny_dir, path)
     processor = load_processor(str(path))
     processor.tokenizer.add_tokens(["<new>"], special_tokens=special)
     processor.save_pretrained(path)
+    if hole:
+        make_hole(path)
+    assert len(load_processor(str(path)).tokenizer) == len(processor.tokenizer) - hole
     text, ok = texts(check_model(str(path)))["vocabulary"]
     cfg = doctor_command.Options(model=str(path))
     if passes:

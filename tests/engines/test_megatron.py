@@ -34,9 +34,8 @@ from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
 
 from rlkit.engines.megatron import hf_tensors  # noqa: E402
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
-from rlkit.engines.megatron.experts import GroupedExperts  # noqa: E402
 from rlkit.engines.megatron.hf_tensors import files_to_module  # noqa: E402
-from rlkit.engines.megatron.model import _layer_spec, initialize_parallel_state  # noqa: E402
+from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
 from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
 from rlkit.engines.megatron.supported import ParallelDims, check_supported  # noqa: E402
 from rlkit.engines.megatron.weights import copy_local_part  # noqa: E402
@@ -379,15 +378,6 @@ def test_the_experts_of_a_layer_are_two_matrix_products(alone):
     experts.register_forward_hook(lambda *_: calls.__exit__(None, None, None))
     engine.infer_batch(ranks.make_batch([0], "moe"))
     assert calls.found.count("_grouped_mm") == 2 and not {"mm", "addmm", "bmm"} & set(calls.found)
-
-
-def test_experts_on_a_gpu_without_transformer_engine_are_those_of_a_cpu(alone):
-    """Not run on a GPU: only Megatron's dispatcher of tokens is another there, which needs no Transformer Engine."""
-    config = ranks.engine_for("megatron", "moe").model.config
-    on_gpu, on_cpu = (_layer_spec(config, torch.device(kind)) for kind in ("cuda", "cpu"))
-    assert on_gpu == on_cpu
-    mlp = on_gpu.layer_specs[0].submodules.mlp.submodules
-    assert "gating" in vars(mlp.router) and mlp.experts.module is GroupedExperts
 
 
 @pytest.mark.parametrize("kind", ["moe", "vl"])

@@ -27,6 +27,7 @@ from rlkit.engines.distributed import (
     init_distributed,
     make_model_parallel_group,
     reduce_metrics,
+    shard_like,
 )
 from rlkit.engines.export import export_adapter, export_hf
 from rlkit.engines.fsdp.liger import use_liger_kernels
@@ -54,7 +55,7 @@ from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tenso
 from rlkit.engines.logit_functions import LogitFunction, head_logits, topk_of_chunks
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.model_files import has_meta_weights
-from rlkit.engines.offload import OffloadedBetweenUses, needs_weights, own_memory
+from rlkit.engines.offload import OffloadingEngine, needs_weights
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
@@ -75,7 +76,7 @@ from rlkit.vlm.loading import compute_as_published
 from rlkit.vlm.routers import check_expert_ids, use_router_replay
 
 
-class Fsdp2Engine:
+class Fsdp2Engine(OffloadingEngine):
     """Trains and scores a causal language or vision-language model.
 
     Args:
@@ -180,13 +181,9 @@ class Fsdp2Engine:
             check_uniform_dtypes(self.module)
             reduce_unused_experts(self.module)
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
-        self.keep_gradients, self.offload_between_phases = keep_gradients, offload_between_phases
+        self.keep_gradients = keep_gradients
         self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
-        self._offloaded_weights = OffloadedBetweenUses(self._sharded_weights, enabled=offload_between_phases)
-        self._offloaded_state = OffloadedBetweenUses(self._optimizer_state, enabled=offload_between_phases)
-        if offload_between_phases:
-            own_memory(self.module.parameters())
-            self._offloaded_weights.unload()
+        self._set_up_offloading(self._sharded_weights, self._optimizer_state, enabled=offload_between_phases)
 
     @needs_weights
     def train_batch(
@@ -458,18 +455,16 @@ class Fsdp2Engine:
     def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, under the names of the module without adapters."""
         cast = partial(self._cast_for_sampler, dtype)
-        yield from self._iterate_on_device(merged_parameters(self.module, full_tensors, bucket_bytes, cast))
+        merged = merged_parameters(self.module, full_tensors, bucket_bytes, cast, _shard_like)
+        yield from self._iterate_on_device(merged)
 
     def _cast_for_sampler(self, dtype: torch.dtype | None, name: str, tensor: Tensor) -> Tensor:
         return tensor.to(sampler_dtype(self.base, name, tensor, dtype))
 
     def _iterate_on_device(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same pairs, with the weights on the device. Tensors that may be offloaded afterwards are copied."""
         with self._offloaded_weights.on_device():
             self._reshard()
-            for name, tensor in weights:
-                yield name, tensor.clone() if self.offload_between_phases else tensor
-                del tensor  # free it before the next one is gathered
+            yield from super()._iterate_on_device(weights)
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
@@ -585,8 +580,7 @@ class Fsdp2Engine:
         Raises:
             ValueError: the engine does so by itself, with `offload_between_phases`.
         """
-        if self.offload_between_phases:
-            raise ValueError(f"to: expected no offload_between_phases, which moves weights itself, got {device}")
+        self._check_not_offloading(device)
         if model:
             self._reshard()
             self.module.to(device)
@@ -595,27 +589,6 @@ class Fsdp2Engine:
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.ndim:  # AdamW keeps its step counter on the host
                         state[name] = value.to(device)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of weights and optimizer state that this rank keeps in host memory between calls."""
-        return self._offloaded_weights.on_host.host_bytes + self._offloaded_state.on_host.host_bytes
-
-    @contextmanager
-    def keep_on_device(self) -> Iterator[None]:
-        """A context for several calls. With `offload_between_phases` they copy weights and optimizer state only once.
-
-        Weights come to the device with the first call, the optimizer state with the first optimizer step. Both go back
-        to the host at the end, with what the caller has written to them; what it has written to frozen weights is lost.
-        """
-        with self._offloaded_weights.kept(), self._offloaded_state.kept():
-            try:
-                yield
-            finally:
-                self._mark_changed()  # by the caller, perhaps
-
-    def _mark_changed(self) -> None:
-        self._offloaded_weights.changed = self._offloaded_state.changed = True
 
     def _sharded_weights(self) -> Iterator[Tensor]:
         self._reshard()
@@ -680,6 +653,10 @@ class Fsdp2Engine:
         """A model on a single rank whose weights already have the dtype of the computation is returned as it is.
 
         FSDP would only copy all weights in every forward and backward, which takes a tenth of a short step.
+
+        With `only_scores`, weights that are cast to that dtype are still sharded: FSDP also casts the inputs of each
+        layer. Without it, families such as ERNIE 4.5, OLMo and Qwen-Omni would have other results than with float32
+        weights, and Llama 4 would refuse float32 pixels.
         """
         if mesh.size() == 1 and {p.dtype for p in model.parameters()} <= {dtype}:
             return model
@@ -729,6 +706,11 @@ class Fsdp2ValueEngine(Fsdp2Engine):
         if logit_functions:
             raise ValueError(f"logit_functions: expected none for a value head, got {', '.join(logit_functions)}")
         return {"values": model_logits(self.module, inputs)[:, 0]}
+
+
+def _shard_like(full: Tensor, parameter: Tensor) -> Tensor:
+    """`shard_like`, on the parameter's device, which is not the mesh's after `engine.to("cpu")`."""
+    return shard_like(full, parameter).to(parameter.device)
 
 
 def _set_requires_grad(trains: Mapping[nn.Parameter, bool]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from rlkit.engines.distributed import local_part
+from rlkit.engines.distributed import local_part, shard_like
 from rlkit.engines.model_files import check_weights, open_slices
 from rlkit.engines.sampler_dtype import kept_in_float32
 from rlkit.engines.value_head import has_value_head, with_value_head
@@ -78,17 +78,17 @@ def _value_head(base: Any) -> set[str]:
 def _unquantized(layer: Nf4Linear) -> Tensor:
     """A tensor on the meta device that is sharded as the layer's codes are, and has the shape of its weight."""
     local = torch.empty(len(local_part(layer.codes)), layer.in_features, dtype=layer.dtype, device="meta")
-    return _sharded_like(layer.codes, local, (len(layer.codes), layer.in_features))
+    return _with_local_part(layer.codes, local, (len(layer.codes), layer.in_features))
 
 
 def _quantized_state(name: str, layer: Nf4Linear, weight: Tensor, device: torch.device) -> dict[str, Tensor]:
     """The layer's codes and scales by their names, made of this rank's part of its weight."""
     quantized = quantize_nf4(local_part(weight).to(device))._asdict()
     shards = {part: getattr(layer, part) for part in quantized}
-    return {f"{name}.{part}": _sharded_like(shards[part], x, shards[part].shape) for part, x in quantized.items()}
+    return {f"{name}.{part}": _with_local_part(shards[part], x, shards[part].shape) for part, x in quantized.items()}
 
 
-def _sharded_like(x: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+def _with_local_part(x: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
     """A tensor of this shape, sharded as `x` is, of which this rank has the part `local`; `local` if `x` is plain."""
     if not isinstance(x, DTensor):
         return local
@@ -202,8 +202,7 @@ def _cut(full: Tensor, shard: Tensor, device: torch.device) -> Tensor:
     """This rank's part of a full tensor, on the device, as a tensor that is sharded as `shard` is."""
     if not isinstance(shard, DTensor):
         return full.to(device)
-    sharded = distribute_tensor(full, shard.device_mesh, shard.placements, src_data_rank=None)
-    return _sharded_like(shard, local_part(sharded).to(device, copy=True), shard.shape)
+    return _with_local_part(shard, local_part(shard_like(full, shard)).to(device, copy=True), shard.shape)
 
 
 def _check_tied_weights(plain: Any, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-Core on a CPU: CUDA calls that the host answers within a `with` block, and MoE parts that need no CUDA.
+"""Megatron-Core on a CPU: CUDA calls that the host answers within a `with` block, and a dispatcher that needs no CUDA.
 
 Megatron-Core has no CPU mode. Where it has an extension point, a class of ours is used there. A few functions are left
 that can only be replaced; `cuda_calls_on_host` replaces them while it is active and restores them afterwards. The list
@@ -13,13 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -81,18 +78,6 @@ def _get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
 
 def _set_rng_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
-
-
-def use_plain_router(mlp: ModuleSpec) -> None:
-    """Set a router that needs no Transformer Engine in the specification of an MoE layer."""
-    mlp.submodules.router = _PlainRouter
-
-
-class _PlainRouter(TopKRouter):
-    """A router whose logits are a plain matrix product, on every device: Megatron 0.16.1 needs Transformer Engine's."""
-
-    def gating(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight.to(input.dtype))
 
 
 def use_host_token_dispatchers(model: nn.Module) -> None:

@@ -80,7 +80,7 @@ from rlkit.engines.megatron.weights import (
     map_parameters,
     tensors_of_stages,
 )
-from rlkit.engines.offload import OffloadedBetweenUses, needs_weights, without_memory_of
+from rlkit.engines.offload import OffloadingEngine, needs_weights, without_memory_of
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.sampler_dtype import sampler_dtype
@@ -93,7 +93,7 @@ from rlkit.vlm.loading import copy_with_weights
 Finish = Callable[[list[int], Batch, ModelInputs, Tensor], tuple[Tensor, Tensor, Any]]
 
 
-class MegatronEngine:
+class MegatronEngine(OffloadingEngine):
     """Trains and scores a model of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama or Qwen2.5-VL (images, videos).
 
     Ranks that share a tensor, a pipeline or a context are given the same rows.
@@ -194,12 +194,7 @@ class MegatronEngine:
             if optimizer is not None:
                 self._free_gradients()
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
-        self.offload_between_phases = offload_between_phases
-        self._offloaded_weights = OffloadedBetweenUses(self.model.parameters, enabled=offload_between_phases)
-        self._offloaded_state = OffloadedBetweenUses(self._optimizer_state, enabled=offload_between_phases)
-        if offload_between_phases:
-            self._offloaded_state.unload()
-            self._offloaded_weights.unload()
+        self._set_up_offloading(self.model.parameters, self._optimizer_state, enabled=offload_between_phases)
 
     def _check_model(self, model: Any, *, router_replay: bool) -> None:
         if hasattr(model, "get_base_model"):
@@ -487,14 +482,7 @@ class MegatronEngine:
             for infos in self.stages
         ]
         full = full_parameters(self.parameters, stages, self.megatron_config, self.device, bucket_bytes)
-        return self._iterate_on_device(full) if self.offload_between_phases else full
-
-    def _iterate_on_device(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same pairs, with the weights on the device; copies, because tensors may be parts of these."""
-        with self._offloaded_weights.on_device():
-            for name, tensor in weights:
-                yield name, tensor.clone()
-                del tensor  # free it before the next one is gathered
+        return self._iterate_on_device(full)
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
@@ -551,11 +539,12 @@ class MegatronEngine:
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and optimizer state to the host, e.g. while a sampler needs the GPU, or back.
 
+        A method that needs them brings them back itself, and they stay on the device.
+
         Raises:
             ValueError: the engine does so by itself, with `offload_between_phases`.
         """
-        if self.offload_between_phases:
-            raise ValueError(f"to: expected no offload_between_phases, which moves weights itself, got {device}")
+        self._check_not_offloading(device)
         if self.device.type != "cpu":
             self._move(to_host=torch.device(device).type == "cpu", model=model, optimizer=optimizer)
 
@@ -567,23 +556,6 @@ class MegatronEngine:
         if optimizer:
             state = self._offloaded_state.on_host
             state.unload(self._optimizer_state()) if to_host else state.load()
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of weights and optimizer state that this rank keeps in host memory between calls."""
-        return self._offloaded_weights.on_host.host_bytes + self._offloaded_state.on_host.host_bytes
-
-    @contextmanager
-    def keep_on_device(self) -> Iterator[None]:
-        """A context for several calls, see `Fsdp2Engine.keep_on_device`."""
-        with self._offloaded_weights.kept(), self._offloaded_state.kept():
-            try:
-                yield
-            finally:
-                self._mark_changed()  # by the caller, perhaps
-
-    def _mark_changed(self) -> None:
-        self._offloaded_weights.changed = self._offloaded_state.changed = True
 
     def _optimizer_state(self) -> list[Tensor]:
         """Moments and float32 weights of the optimizer, without those that are parts of the model's weights."""

@@ -1,6 +1,7 @@
-"""The experts of a layer as two parameters, each multiplied with all tokens by one grouped matrix product.
+"""The router and the experts of a layer, without Transformer Engine.
 
-Megatron-Core has two such modules: one needs Transformer Engine, the other the package grouped_gemm and bfloat16.
+The experts are two parameters, each multiplied with all tokens by one grouped matrix product. Megatron-Core has two
+such modules: one needs Transformer Engine, the other the package grouped_gemm and bfloat16.
 `torch.nn.functional.grouped_mm` needs neither, and also computes on a CPU.
 """
 
@@ -11,8 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+
+class PlainRouter(TopKRouter):
+    """A router whose logits are a plain matrix product, on every device: Megatron 0.16.1 needs Transformer Engine's."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype))
 
 
 class GroupedExperts(nn.Module):

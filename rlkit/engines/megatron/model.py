@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from rlkit.engines.distributed import TIMEOUT
 from rlkit.engines.megatron.attention import PackedAttention
-from rlkit.engines.megatron.cpu import use_host_token_dispatchers, use_plain_router
-from rlkit.engines.megatron.experts import GroupedExperts
+from rlkit.engines.megatron.cpu import use_host_token_dispatchers
+from rlkit.engines.megatron.experts import GroupedExperts, PlainRouter
 from rlkit.engines.megatron.supported import ParallelDims, is_moe, padded_vocabulary
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.vlm.routers import ChosenExperts, check_expert_ids
@@ -292,7 +292,7 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
     layer = spec.submodules
     _set_experts(spec, config)
     if config.num_moe_experts:
-        use_plain_router(layer.mlp)
+        layer.mlp.submodules.router = PlainRouter
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
