@@ -80,7 +80,7 @@ quick: setup
 gpu: .venv-gpu/.installed
 	.venv-gpu/bin/python -m pytest -m gpu
 
-# tables of one GPU, in about seven minutes: benchmarks/results/gpu.md
+# tables of one GPU, in an estimated seven minutes: benchmarks/results/gpu.md
 gpu-bench: .venv-gpu/.installed
 	PYTHON=.venv-gpu/bin/python benchmarks/gpu.sh
 

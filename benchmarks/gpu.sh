@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tables of one GPU, in about seven minutes: benchmarks/results/gpu.md. `benchmarks/gpu.sh --small` tries the script on
-# any machine with small sizes, and prints only. It uses the environment of `make gpu` where there is one.
+# Tables of one GPU, in an estimated seven minutes: benchmarks/results/gpu.md. `benchmarks/gpu.sh --small` tries the
+# script on any machine with small sizes, and prints only. It uses the environment of `make gpu` where there is one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${PYTHON:-}" ]; then

@@ -207,7 +207,10 @@ class VllmRollout:
         self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:
-        """Free everything; the rollout cannot be used afterwards. A sleeping engine needs its memory for a moment."""
+        """Free everything; the rollout cannot be used afterwards.
+
+        Closing a sleeping engine briefly allocates its GPU memory again.
+        """
         self._shut_down()
 
     def generate(

@@ -42,7 +42,7 @@ from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.fsdp import fsdp1, fsdp1_loading, fsdp2  # noqa: E402, F401
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.runs.sampling import PolicySampler  # noqa: E402
-from rlkit.vlm import freeze, load_model, load_processor, lora, quantize_base, vision_tower_pattern  # noqa: E402
+from rlkit.vlm import freeze, load_model, load_processor, lora, merged_parameters, quantize_base, vision_tower_pattern  # noqa: E402
 
 fsdp1_loading.ELEMENTS_AT_ONCE = 64  # so that the parameters of a tiny model take several exchanges
 ROWS = 9  # row 3 is text only, the others have images
@@ -225,17 +225,20 @@ def send(model_dir, out):
 def send_adapted(out):
     """Weights with adapters for a sampler in bfloat16, the bytes that were gathered, and what peft merges.
 
-    Ranks have two and one of three experts. GPT-2 has transposed matrices.
+    Ranks have two and one of three experts. GPT-2 has transposed matrices. Base weights are in float32 or bfloat16.
     """
-    found = []
-    for family, more in (("qwen3_moe", {"num_experts": 3}), ("gpt2", {})):
+    found, half = [], torch.bfloat16
+    for family, more in (("qwen3_moe", {"num_experts": 3}), ("gpt2", {}), ("qwen3_moe", {"dtype": half})):
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(family, **{**BASE, **TEXT[family], **more})
-        adapted = lora(transformers.AutoModelForCausalLM.from_config(config), 4, 8)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        adapted = lora(model, 4, 8)
         for name, parameter in adapted.named_parameters():
             if ".lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
-        merged = dict(copy.deepcopy(adapted).merge_and_unload().named_parameters())
+        # in bfloat16 peft rounds at other places
+        ours = {} if config.dtype != half else {name: x.clone() for name, x in merged_parameters(adapted)}
+        merged = ours or dict(copy.deepcopy(adapted).merge_and_unload().named_parameters())
         adapters = sum(p.nbytes for name, p in adapted.named_parameters() if ".lora_" in name)
         engine = make_engine("fsdp2", model=adapted)
         with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:

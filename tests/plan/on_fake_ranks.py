@@ -123,7 +123,7 @@ def make_engines(cfg, roles):
     engines = {}
     if roles.reference is not None:
         model = load_model(path, dtype=roles.reference.dtype or dtype)
-        engines["reference"] = make_engine(cfg.engine, model=model, **shared)
+        engines["reference"] = make_engine(cfg.engine, model=model, only_scores=True, **shared)
         engines["reference"].module.requires_grad_(False)
     model = trained_part(cfg, load_model(path, dtype=dtype))
     engines["policy"] = make_engine(cfg.engine, model=model, **shared, **trains)
