@@ -139,7 +139,7 @@ def build_scorer(cfg: Any, path: str, processor: Any, *, only_scores: bool = Fal
     As in `build_engine`, they are those of the sampling distribution.
 
     With fsdp2 the weights keep the dtype of their files, and are cast to `compute_dtype` layer by layer. A bfloat16
-    model thus takes half the memory and gives the same results.
+    model thus takes half the memory, and gives the same results but for rounding (`Fsdp2Engine._shard`).
 
     Args:
         only_scores: the weights are not sent to a sampler. With fsdp2 they are then cast to `compute_dtype` once, so
