@@ -20,7 +20,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rlkit.data.messages import MEDIA, THINKING_FIELDS, Message, parts_of, prompt_of, text_of
+from rlkit.data.messages import (
+    MEDIA,
+    THINKING_FIELDS,
+    Message,
+    is_text_alone,
+    parts_of,
+    prompt_of,
+    text_of,
+    thinking_of,
+)
 from rlkit.data.samples import (
     THINKING_TAGS,
     Row,
@@ -153,7 +162,7 @@ def _pieces(message: Message, thinking_tags: tuple[str, str], *, is_last: bool) 
         tags = [*thinking_tags, *THINKING_TAGS]
         texts = texts if is_last else ["".join(texts).split(thinking_tags[1])[-1].split(THINKING_TAGS[1])[-1]]
         pattern = "|".join(re.escape(tag.strip()) for tag in tags)
-        held = [(field, message[field]) for field in THINKING_FIELDS if is_last and message.get(field)]
+        held = list(thinking_of(message).items()) if is_last else []
         for i, (field, thinking) in enumerate(held):
             if thinking not in [other for _, other in held[:i]]:  # two fields may have the same
                 yield field, thinking
@@ -609,7 +618,7 @@ def _prompt_has_all_before_answers(
     processor: Any, row: Row, messages: Sequence[Message], answer: Message, before: str
 ) -> bool:
     """Whether the answer is text, before which the template writes nothing that the prompt lacks, but thinking tags."""
-    if any(answer.get(field) for field in ("tool_calls", *THINKING_FIELDS)):
+    if not is_text_alone(answer):
         return False
     probe = [*messages, {"role": "assistant", "content": ANSWER}]
     head, found, _ = _render_unchecked(processor, probe, **template_options(row)).rpartition(ANSWER)

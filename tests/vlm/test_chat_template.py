@@ -419,6 +419,25 @@ def test_thinking_in_a_field_is_trained_or_refused(tiny_dir):
     assert "messages[1].reasoning_content" in refusal(own, {"messages": [user("2+2?"), parts]})
 
 
+@pytest.mark.parametrize("said", ["<think>\nhm\n</think>\n\nfour", "hm</think>four", "<seed:think>hm</seed:think>four"])
+def test_thinking_in_the_content_and_in_a_field_is_trained_once(tiny_dir, said):
+    plain, own = reader(tiny_dir, PLAIN), reader(tiny_dir, OWN_THINKING)
+    for field in ("reasoning_content", "reasoning", "thinking"):
+        chat = {"messages": [user("2+2?"), {**assistant(said), field: "hm"}]}
+        assert trained(plain, chat) == [said + "<|im_end|>"]
+        if "<think>" in said:
+            assert trained(own, chat) == ["<think>\nhm\n</think>\n\nfour<|im_end|>"]
+    pair = pair_row({"prompt": "2+2?", "chosen": chat["messages"][1:], "rejected": "five"})
+    assert pair["chosen"] == said
+
+
+@pytest.mark.parametrize("setting", [True, 1, {"type": "enabled"}, "", []])
+def test_a_field_that_holds_no_text_is_no_thinking(tiny_dir, setting):
+    for field in ("reasoning_content", "reasoning", "thinking"):
+        chat = {"messages": [user("2+2?"), {**assistant("four"), field: setting}]}
+        assert trained(reader(tiny_dir, PLAIN), chat) == ["four<|im_end|>"]
+
+
 def test_earlier_thinking_may_go_from_a_prompt_and_nothing_else(tiny_dir):
     own = reader(tiny_dir, OWN_THINKING)
     chat = [user("2+2?"), {**assistant("<think>so</think>four"), "reasoning_content": "hm"}, user("And?")]
