@@ -5,7 +5,6 @@ No other module of rlkit calls a chat template.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,13 +21,10 @@ from PIL import Image
 
 from rlkit.data.messages import (
     MEDIA,
-    THINKING_FIELDS,
     Message,
     is_text_alone,
-    parts_of,
     prompt_of,
     text_of,
-    thinking_of,
 )
 from rlkit.data.samples import (
     THINKING_TAGS,
@@ -45,6 +41,7 @@ from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.frames import text_with_frames
 from rlkit.vlm.images import load_image
 from rlkit.vlm.inputs import VIDEO_TIME_KEYS
+from rlkit.vlm.missing_text import missing_text
 from rlkit.vlm.processors import FRAMES_AS_IMAGES
 from rlkit.vlm.videos import load_videos
 
@@ -63,8 +60,8 @@ def render(
 ) -> str:
     """The text of a chat in the processor's chat template.
 
-    All that the messages contain must appear in the text, except the thinking of assistant messages before the last
-    message, which templates of reasoning models leave out.
+    All that the messages contain must appear in the text in its order, see `missing_text`, except the thinking of
+    assistant messages before the last message, which templates of reasoning models leave out.
 
     The content of each message is passed as a list of parts to processors, and as text to tokenizers. Other forms fail
     silently: templates of some vision families (LLaVA, SmolVLM) drop plain text, and those of text models print a list
@@ -85,7 +82,8 @@ def render(
     """
     options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
     text = _render_unchecked(processor, messages, add_generation_prompt=add_generation_prompt, **options)
-    _check_shown(processor, text, messages, thinking_tags)
+    if missing := missing_text(processor, text, messages, thinking_tags):
+        raise ValueError(missing)
     return text
 
 
@@ -125,89 +123,6 @@ def set_chat_template(processor: Any, file: str | Path) -> None:
     with _template_errors():
         _template_variables(template)
     processor.chat_template = getattr(processor, "tokenizer", processor).chat_template = template
-
-
-def _check_shown(
-    processor: Any, text: str, messages: Sequence[Message], thinking_tags: tuple[str, str], first: str = "messages[0]"
-) -> None:
-    """Raise a ValueError if something that the messages contain does not appear in the rendered text.
-
-    Each occurrence in the text counts for one piece only. Longer pieces are looked up first, as they may contain
-    shorter ones. White space at the ends of a piece does not count, as many templates strip it.
-
-    Args:
-        first: what the error calls the message, if there is one only.
-    """
-    pieces = [
-        (piece, i, field)
-        for i, one in enumerate(messages)
-        for field, piece in _pieces(one, thinking_tags, is_last=i + 1 == len(messages))
-    ]
-    for piece, i, field in sorted(pieces, key=lambda found: -len(str(found[0]))):
-        written = next((form for form in _written_forms(piece) if form in text), None)
-        if written is None:
-            name = first if len(messages) == 1 else f"messages[{i}]"
-            raise ValueError(
-                f"{name}.{field}: expected a chat template that writes it for the role "
-                f"{messages[i]['role']!r}, got a text without {piece!r:.80}; {_advice(processor, field)}"
-            )
-        text = text.replace(written, "\0", 1)
-
-
-def _pieces(message: Message, thinking_tags: tuple[str, str], *, is_last: bool) -> Iterator[tuple[str, Any]]:
-    """(field, value) of all texts and numbers of a message that its template has to write."""
-    texts = [part["text"] for part in parts_of(message) if part["type"] == "text"]
-    pattern = "/(?:no_?)?think"  # switches, which SmolLM3's template removes from a system message
-    if message["role"] == "assistant":
-        tags = [*thinking_tags, *THINKING_TAGS]
-        texts = texts if is_last else ["".join(texts).split(thinking_tags[1])[-1].split(THINKING_TAGS[1])[-1]]
-        pattern = "|".join(re.escape(tag.strip()) for tag in tags)
-        held = list(thinking_of(message).items()) if is_last else []
-        for i, (field, thinking) in enumerate(held):
-            if thinking not in [other for _, other in held[:i]]:  # two fields may have the same
-                yield field, thinking
-    for text in texts:
-        for piece in re.split(pattern, text):
-            yield "content", piece
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or call
-        for leaf in (function["name"], *_leaves(function["arguments"])):
-            yield "tool_calls", leaf
-
-
-def _leaves(found: Any) -> Iterator[Any]:
-    if isinstance(found, Mapping):
-        for key, value in found.items():
-            if value is not None:  # tables have None in place of arguments that a call lacks
-                yield key
-                yield from _leaves(value)
-    elif isinstance(found, list | tuple):
-        for one in found:
-            yield from _leaves(one)
-    else:
-        yield found
-
-
-def _written_forms(piece: Any) -> Iterator[str]:
-    """How a template may write a piece: as it is, or as JSON or Python."""
-    if piece is None or isinstance(piece, bool | int | float):
-        yield from (json.dumps(piece), str(piece))
-    else:
-        stripped = str(piece).strip()
-        yield stripped
-        for quoted in (json.dumps(stripped, ensure_ascii=False), json.dumps(stripped), repr(stripped)):
-            yield quoted[1:-1]
-
-
-def _advice(processor: Any, field: str) -> str:
-    other = "use a template that writes it (--chat_template FILE)"
-    if field == "tool_calls":
-        return f"write the calls into the content, as the model does, or {other}"
-    if field in THINKING_FIELDS:
-        read = [name for name in THINKING_FIELDS if name in str(getattr(processor, "chat_template", ""))]
-        rename = f"rename the field to {' or '.join(read)}, which the template reads; or " if read else ""
-        return f"{rename}put it between the model's thinking tags at the start of the content, or {other}"
-    return f"take another role, or {other}"
 
 
 def check_template_options(processor: Any, options: Mapping[str, Any], *, with_tools: bool | None = None) -> None:
@@ -438,10 +353,8 @@ def encode_observation(
             "(--chat_template FILE)"
         )
     added = after.removeprefix(head + ANSWER)
-    try:
-        _check_shown(processor, added, [reply], thinking_tags, "observation")
-    except ValueError as error:
-        raise ValueError(f"{template}: {error}") from error
+    if missing := missing_text(processor, added, [reply], thinking_tags, name="observation"):
+        raise ValueError(f"{template}: {missing}")
     sample = encode_text(processor, added, images)
     if sample.token_ids[0] not in tokenizer.added_tokens_decoder:
         first = tokenizer.decode(sample.token_ids[:1])
@@ -598,7 +511,9 @@ def _turn(
                     "(--chat_template FILE)"
                 )
             text = after.removeprefix(before)
-            _check_shown(processor, text, [answer], thinking_tags_of(row), f"messages[{len(messages)}]")
+            name = f"messages[{len(messages)}]"
+            if missing := missing_text(processor, text, [answer], thinking_tags_of(row), name=name):
+                raise ValueError(missing)
         except ValueError:
             if not _prompt_has_all_before_answers(processor, row, messages, answer, before):
                 raise
