@@ -367,6 +367,8 @@ def encode_observation(
 
 # --- answers to train on
 
+ANSWER_COLUMNS = ("chosen", "rejected", "completion")  # of rows that have been read
+
 
 def encode_answers(
     prompt: Sample, processor: Any, answers: Sequence[str | Message], ends: Sequence[int], max_tokens: int
@@ -394,7 +396,9 @@ def encode_answers(
     samples = []
     for answer in answers:
         reply = _assistant_message(answer, prompt.row)
-        ids = _turn(processor, prompt.row, messages, reply, ends, prefix=prompt.row.get("answer_prefix") or "").ids
+        name = next((name for name in ANSWER_COLUMNS if prompt.row.get(name) == answer), "answer")
+        prefix = prompt.row.get("answer_prefix") or ""
+        ids = _turn(processor, prompt.row, messages, reply, ends, prefix=prefix, name=name).ids
         samples.append(append_response(prompt, ids, [0.0] * len(ids), text=text_of(reply)))
     for sample in samples:
         _check_length(sample, max_tokens)
@@ -437,7 +441,16 @@ def encode_chat(
         if one["role"] != "assistant" or (last_only and i < len(before)):
             continue
         prefix = row.get("answer_prefix") or "" if i == len(before) else ""
-        turn = _turn(processor, row, messages[:i], one, ends, prefix=prefix, following=messages[i + 1 : i + 2])
+        turn = _turn(
+            processor,
+            row,
+            messages[:i],
+            one,
+            ends,
+            prefix=prefix,
+            name=f"messages[{i}]",
+            following=messages[i + 1 : i + 2],
+        )
         if not turn.before.startswith(rendered):
             raise ValueError(
                 f"{_where(row)}: expected a chat template that keeps an answer when messages follow, got a change; "
@@ -487,6 +500,7 @@ def _turn(
     ends: Sequence[int],
     *,
     prefix: str,
+    name: str,
     following: Sequence[Message] = (),
 ) -> _Turn:
     """An answer in the template's form, or as it is if the template changes it or the prompt.
@@ -494,30 +508,13 @@ def _turn(
     Args:
         messages: the chat before the answer.
         prefix: the beginning of the answer that is part of the prompt.
+        name: what errors call the answer.
         following: the next message, if there is one.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    options = template_options(row)
-    is_verbatim = False
     try:  # `encode_prompt` has checked that the messages appear
-        before = _render_unchecked(processor, messages, add_generation_prompt=True, **options) + prefix
-        try:
-            whole = {**answer, "content": prefix + text_of(answer)}
-            after = _render_unchecked(processor, [*messages, whole], **options)
-            if not after.startswith(before):
-                raise ValueError(
-                    "expected a chat template that keeps the prompt when an answer follows, got a change; set an "
-                    "option of the template (such as enable_thinking) to what the answer has, or use another template "
-                    "(--chat_template FILE)"
-                )
-            text = after.removeprefix(before)
-            name = f"messages[{len(messages)}]"
-            if missing := missing_text(processor, text, [answer], thinking_tags_of(row), name=name):
-                raise ValueError(missing)
-        except ValueError:
-            if not _prompt_has_all_before_answers(processor, row, messages, answer, before):
-                raise
-            text, is_verbatim = _as_sampled(row, before, text_of(answer)), True
+        before = _render_unchecked(processor, messages, add_generation_prompt=True, **template_options(row)) + prefix
+        text, is_verbatim = _answer_text(processor, row, messages, answer, before, prefix, name)
     except ValueError as error:
         raise ValueError(f"{_where(row)}: {error}") from error
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -529,18 +526,42 @@ def _turn(
     return _Turn(before, ids + (written or [_end_token(tokenizer, ends)]), before + text + tokenizer.decode(written))
 
 
-def _prompt_has_all_before_answers(
-    processor: Any, row: Row, messages: Sequence[Message], answer: Message, before: str
-) -> bool:
-    """Whether the answer is text, before which the template writes nothing that the prompt lacks, but thinking tags."""
-    if not is_text_alone(answer):
-        return False
+def _answer_text(
+    processor: Any, row: Row, messages: Sequence[Message], answer: Message, before: str, prefix: str, name: str
+) -> tuple[str, bool]:
+    """What follows the prompt `before`, and whether that is the answer as it is."""
+    whole = {**answer, "content": prefix + text_of(answer)}
+    after = _render_unchecked(processor, [*messages, whole], **template_options(row))
+    text = after.removeprefix(before)
+    if after.startswith(before):
+        wrong = missing_text(processor, text, [answer], thinking_tags_of(row), name=name)
+    else:
+        wrong = (
+            "expected a chat template that keeps the prompt when an answer follows, got a change; set an option of the "
+            "template (such as enable_thinking) to what the answer has, or use another template (--chat_template FILE)"
+        )
+    if wrong is None:
+        return text, False
+    space = _space_before_answers(processor, row, messages, before) if is_text_alone(answer) else None
+    if space is None:
+        raise ValueError(wrong)
+    return space + _as_sampled(row, before, text_of(answer)), True
+
+
+def _space_before_answers(processor: Any, row: Row, messages: Sequence[Message], before: str) -> str | None:
+    """White space that the template writes between the prompt and an answer of text; None if it writes more there.
+
+    Thinking tags may be there too; then, and if the template changes the prompt, an answer follows without space.
+    """
     probe = [*messages, {"role": "assistant", "content": ANSWER}]
     head, found, _ = _render_unchecked(processor, probe, **template_options(row)).rpartition(ANSWER)
     added = head.removeprefix(commonprefix([head, before]))
+    without_tags = added
     for tag in (*thinking_tags_of(row), *THINKING_TAGS):
-        added = added.replace(tag.strip(), "")
-    return bool(found) and not added.strip()
+        without_tags = without_tags.replace(tag.strip(), "")
+    if not found or without_tags.strip():
+        return None
+    return added if head.startswith(before) and without_tags == added else ""
 
 
 def _as_sampled(row: Row, before: str, answer: str) -> str:

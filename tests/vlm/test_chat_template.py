@@ -635,6 +635,35 @@ def test_an_answer_is_as_it_would_be_sampled_where_the_template_changes_it(tiny_
     assert "got a text without 'hm'" in refusal(wraps, {"messages": [user("2+2?"), assistant("hm</think>four")]})
 
 
+def test_an_answer_as_it_is_has_the_white_space_that_the_template_writes_before_answers(tiny_dir):
+    """Mistral's prompt ends with [/INST], and answers begin with a space."""
+    mistral = reader(tiny_dir, (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %}"
+        "{{ ' ' + m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+    ))  # fmt: skip
+    assert trained(mistral, {"messages": [user("2+2?"), assistant("four")]}) == [" four<|im_end|>"]
+    thinks = {"messages": [user("2+2?"), assistant("<think>hm</think>four")]}
+    assert trained(mistral, thinks) == [" <think>hm</think>four<|im_end|>"]
+    assert trained(mistral, {**chat_row(thinks), "answer_prefix": " "}) == ["<think>hm</think>four<|im_end|>"]
+
+
+def test_an_answer_that_the_template_refuses_is_refused(tiny_dir):
+    refuses = "{% if m.content | length > 30 %}{{ raise_exception('too long') }}{% endif %}{{ m.content }}"
+    strict = reader(tiny_dir, PLAIN.replace("{{ m.content }}", refuses))
+    assert trained(strict, {"messages": [user("2+2?"), assistant("four")]}) == ["four<|im_end|>"]
+    found = refusal(strict, {"messages": [user("2+2?"), assistant("four " * 9)]})
+    assert found == "row 6: chat template: too long"
+
+
+def test_errors_name_the_column_of_an_answer(tiny_dir):
+    plain = reader(tiny_dir, PLAIN)
+    thinks = [{**assistant("four"), "reasoning_content": "hm"}]
+    for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        pair = pair_row({"prompt": [user("2+2?")], name: thinks, other: [assistant("five")]})
+        with pytest.raises(ValueError, match=f"^row: {name}.reasoning_content: expected a chat template that writes"):
+            encode_answers(encode_prompt(plain, pair), plain, [pair["chosen"], pair["rejected"]], [0], 99)
+
+
 def test_an_answer_ends_with_the_token_that_the_template_writes_next(tiny_dir):
     """In GLM-4.5 that is the role of the next message, and nothing ends the last answer."""
     template = (
