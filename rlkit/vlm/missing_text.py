@@ -19,7 +19,7 @@ FIRST_WINDOW = 256  # letters; most pieces follow the one before them closely
 class Piece(NamedTuple):
     """Something that a template has to write: a text, a number, a boolean or None."""
 
-    index: int  # of its message
+    message_index: int
     field: str
     value: Any
 
@@ -53,8 +53,8 @@ def missing_text(
                 lost.append(found)
     is_absent = _find(text, lost[0].value, 0) is None
     piece = lost[0] if is_absent else lost[1]
-    where = name if name and len(messages) == 1 else f"messages[{piece.index}]"
-    one = messages[piece.index]
+    where = name if name and len(messages) == 1 else f"messages[{piece.message_index}]"
+    one = messages[piece.message_index]
     return (
         f"{where}.{piece.field}: expected a chat template that writes it for the role {one['role']!r}, got a text "
         f"without {piece.value!r:.80}{'' if is_absent else ' in its place'}; {_advice(processor, text, one, piece)}"
