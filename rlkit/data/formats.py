@@ -34,10 +34,10 @@ import numpy as np
 from rlkit.data.messages import (
     AUDIO_MARK,
     IMAGE_MARK,
-    THINKING_FIELDS,
     VIDEO_MARK,
     Message,
     from_json,
+    is_text_alone,
     place_media,
     read_messages,
     single,
@@ -381,7 +381,7 @@ def _one_answer(found: Any, name: str) -> Any:
 
 def _text_if_all(answer: Message) -> Any:
     """The text of an answer, or the whole message if it has more: calls of tools, or thinking in a field of its own."""
-    return answer if any(answer.get(field) for field in ("tool_calls", *THINKING_FIELDS)) else text_of(answer)
+    return text_of(answer) if is_text_alone(answer) else answer
 
 
 def _assistant_message(text: str) -> Message:

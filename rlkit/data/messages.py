@@ -50,6 +50,20 @@ def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
     return {"role": role, "content": parts if images else text}
 
 
+def thinking_of(message: Message) -> dict[str, Any]:
+    """The fields of a message of the assistant that hold its thinking: those with text, or with parts of text.
+
+    Other values, such as `reasoning=True`, are settings.
+    """
+    found = {name: message.get(name) for name in THINKING_FIELDS}
+    return {name: value for name, value in found.items() if value and isinstance(value, str | list | tuple)}
+
+
+def is_text_alone(message: Message) -> bool:
+    """Whether a message has neither calls of tools nor thinking in a field of its own."""
+    return not message.get("tool_calls") and not thinking_of(message)
+
+
 def text_of(message: Message) -> str:
     """The text of a message, without its images, videos and audios."""
     content = message.get("content") or ""
@@ -109,7 +123,7 @@ def _several(row: Row, name: str) -> list[Any]:
 
 
 def read_messages(found: Any, name: str = "messages") -> list[Message]:
-    """Checks a list of messages and removes empty fields.
+    """Checks a list of messages; removes empty fields, and those with thinking that the content begins with as well.
 
     Args:
         found: a list of {"role", "content"}, or such a list as JSON text.
@@ -145,7 +159,16 @@ def _read_message(one: Any, name: str) -> Message:
         read["content"] = [_read_part(part, f"{name}.content") for part in content]
     elif not isinstance(content, str):
         raise ValueError(f"{name}.content: expected text or a list of parts, got {_short(content)}")
-    return read
+    return {key: value for key, value in read.items() if key not in THINKING_FIELDS or not _begins_with(read, value)}
+
+
+def _begins_with(message: Message, thinking: Any) -> bool:
+    """Whether the content begins with this thinking between tags, so that a field with it says it a second time."""
+    if not isinstance(thinking, str) or not thinking.strip():
+        return False
+    before, found, after = text_of(message).partition(thinking.strip())
+    begin, end = before.strip(), after.lstrip()
+    return bool(found) and (not begin or begin[0] in "<[" and len(begin.split()) == 1) and end[:1] in ("<", "[")
 
 
 def _read_part(part: Any, name: str) -> Mapping[str, Any]:

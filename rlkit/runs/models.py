@@ -20,9 +20,10 @@ from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import model_end_token_ids
 from rlkit.runs.command_line import option_value
 from rlkit.runs.directory import decided_by_rank_0
+from rlkit.runs.image_processor import processor_options
 from rlkit.runs.options import AdapterOptions, EngineOptions, OptimizerOptions, TrainingOptions
 from rlkit.runs.rollouts import recorded
-from rlkit.runs.vllm_options import longest_row, processor_options, vllm_options
+from rlkit.runs.vllm_options import longest_row, vllm_options
 from rlkit.tracking import Run
 from rlkit.vlm import (
     audio_tower_pattern,

@@ -63,7 +63,7 @@ class TaskOptions:
     """Also read images, videos and audios outside the data set's folder: by an absolute path, by .. or by a link."""
     processor_options: tuple[str, ...] = ()
     """Options of the model's image processor, as in --processor_options max_pixels=602112, which limits the tokens of
-    an image. Values are JSON or text. Servers that run already cannot be told."""
+    an image. Values are JSON or text. It does not reach servers that are already running."""
     video_fps: float = 2.0
     """Frames per second that the model sees of a video."""
     video_frames: int = 32

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlkit.vlm.model_config import json_or_text
+from rlkit.runs.image_processor import processor_options
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 OWN_SERVER_SHARE = 0.4  # of a GPU's memory, for a server that a run starts on a GPU which also trains
@@ -50,14 +50,6 @@ def adapter_flags(cfg: Any) -> list[str]:
     if not (options := adapter_options(cfg)):
         return []
     return ["--enable-lora", "--max-lora-rank", str(options["max_lora_rank"])]
-
-
-def processor_options(cfg: Any) -> dict[str, Any]:
-    """The run's options of the image processor by name."""
-    pairs = [text.partition("=") for text in cfg.processor_options]
-    if wrong := [name for name, equals, _ in pairs if not equals]:
-        raise ValueError(f"processor_options: expected name=value, as in max_pixels=602112, got {wrong[0]!r}")
-    return {name: json_or_text(value) for name, _, value in pairs}
 
 
 def processor_flags(cfg: Any) -> list[str]:

@@ -5,7 +5,6 @@ No other module of rlkit calls a chat template.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rlkit.data.messages import MEDIA, THINKING_FIELDS, Message, parts_of, prompt_of, text_of
+from rlkit.data.messages import (
+    MEDIA,
+    Message,
+    is_text_alone,
+    prompt_of,
+    text_of,
+)
 from rlkit.data.samples import (
     THINKING_TAGS,
     Row,
@@ -36,6 +41,7 @@ from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.frames import text_with_frames
 from rlkit.vlm.images import load_image
 from rlkit.vlm.inputs import VIDEO_TIME_KEYS
+from rlkit.vlm.missing_text import missing_text
 from rlkit.vlm.processors import FRAMES_AS_IMAGES
 from rlkit.vlm.videos import load_videos
 
@@ -54,8 +60,8 @@ def render(
 ) -> str:
     """The text of a chat in the processor's chat template.
 
-    All that the messages contain must appear in the text, except the thinking of assistant messages before the last
-    message, which templates of reasoning models leave out.
+    All that the messages contain must appear in the text in its order, see `missing_text`, except the thinking of
+    assistant messages before the last message, which templates of reasoning models leave out.
 
     The content of each message is passed as a list of parts to processors, and as text to tokenizers. Other forms fail
     silently: templates of some vision families (LLaVA, SmolVLM) drop plain text, and those of text models print a list
@@ -76,7 +82,8 @@ def render(
     """
     options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
     text = _render_unchecked(processor, messages, add_generation_prompt=add_generation_prompt, **options)
-    _check_shown(processor, text, messages, thinking_tags)
+    if missing := missing_text(processor, text, messages, thinking_tags):
+        raise ValueError(missing)
     return text
 
 
@@ -116,89 +123,6 @@ def set_chat_template(processor: Any, file: str | Path) -> None:
     with _template_errors():
         _template_variables(template)
     processor.chat_template = getattr(processor, "tokenizer", processor).chat_template = template
-
-
-def _check_shown(
-    processor: Any, text: str, messages: Sequence[Message], thinking_tags: tuple[str, str], first: str = "messages[0]"
-) -> None:
-    """Raise a ValueError if something that the messages contain does not appear in the rendered text.
-
-    Each occurrence in the text counts for one piece only. Longer pieces are looked up first, as they may contain
-    shorter ones. White space at the ends of a piece does not count, as many templates strip it.
-
-    Args:
-        first: what the error calls the message, if there is one only.
-    """
-    pieces = [
-        (piece, i, field)
-        for i, one in enumerate(messages)
-        for field, piece in _pieces(one, thinking_tags, is_last=i + 1 == len(messages))
-    ]
-    for piece, i, field in sorted(pieces, key=lambda found: -len(str(found[0]))):
-        written = next((form for form in _written_forms(piece) if form in text), None)
-        if written is None:
-            name = first if len(messages) == 1 else f"messages[{i}]"
-            raise ValueError(
-                f"{name}.{field}: expected a chat template that writes it for the role "
-                f"{messages[i]['role']!r}, got a text without {piece!r:.80}; {_advice(processor, field)}"
-            )
-        text = text.replace(written, "\0", 1)
-
-
-def _pieces(message: Message, thinking_tags: tuple[str, str], *, is_last: bool) -> Iterator[tuple[str, Any]]:
-    """(field, value) of all texts and numbers of a message that its template has to write."""
-    texts = [part["text"] for part in parts_of(message) if part["type"] == "text"]
-    pattern = "/(?:no_?)?think"  # switches, which SmolLM3's template removes from a system message
-    if message["role"] == "assistant":
-        tags = [*thinking_tags, *THINKING_TAGS]
-        texts = texts if is_last else ["".join(texts).split(thinking_tags[1])[-1].split(THINKING_TAGS[1])[-1]]
-        pattern = "|".join(re.escape(tag.strip()) for tag in tags)
-        held = [(field, message[field]) for field in THINKING_FIELDS if is_last and message.get(field)]
-        for i, (field, thinking) in enumerate(held):
-            if thinking not in [other for _, other in held[:i]]:  # two fields may have the same
-                yield field, thinking
-    for text in texts:
-        for piece in re.split(pattern, text):
-            yield "content", piece
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or call
-        for leaf in (function["name"], *_leaves(function["arguments"])):
-            yield "tool_calls", leaf
-
-
-def _leaves(found: Any) -> Iterator[Any]:
-    if isinstance(found, Mapping):
-        for key, value in found.items():
-            if value is not None:  # tables have None in place of arguments that a call lacks
-                yield key
-                yield from _leaves(value)
-    elif isinstance(found, list | tuple):
-        for one in found:
-            yield from _leaves(one)
-    else:
-        yield found
-
-
-def _written_forms(piece: Any) -> Iterator[str]:
-    """How a template may write a piece: as it is, or as JSON or Python."""
-    if piece is None or isinstance(piece, bool | int | float):
-        yield from (json.dumps(piece), str(piece))
-    else:
-        stripped = str(piece).strip()
-        yield stripped
-        for quoted in (json.dumps(stripped, ensure_ascii=False), json.dumps(stripped), repr(stripped)):
-            yield quoted[1:-1]
-
-
-def _advice(processor: Any, field: str) -> str:
-    other = "use a template that writes it (--chat_template FILE)"
-    if field == "tool_calls":
-        return f"write the calls into the content, as the model does, or {other}"
-    if field in THINKING_FIELDS:
-        read = [name for name in THINKING_FIELDS if name in str(getattr(processor, "chat_template", ""))]
-        rename = f"rename the field to {' or '.join(read)}, which the template reads; or " if read else ""
-        return f"{rename}put it between the model's thinking tags at the start of the content, or {other}"
-    return f"take another role, or {other}"
 
 
 def check_template_options(processor: Any, options: Mapping[str, Any], *, with_tools: bool | None = None) -> None:
@@ -429,10 +353,8 @@ def encode_observation(
             "(--chat_template FILE)"
         )
     added = after.removeprefix(head + ANSWER)
-    try:
-        _check_shown(processor, added, [reply], thinking_tags, "observation")
-    except ValueError as error:
-        raise ValueError(f"{template}: {error}") from error
+    if missing := missing_text(processor, added, [reply], thinking_tags, name="observation"):
+        raise ValueError(f"{template}: {missing}")
     sample = encode_text(processor, added, images)
     if sample.token_ids[0] not in tokenizer.added_tokens_decoder:
         first = tokenizer.decode(sample.token_ids[:1])
@@ -444,6 +366,8 @@ def encode_observation(
 
 
 # --- answers to train on
+
+ANSWER_COLUMNS = ("chosen", "rejected", "completion")  # of rows that have been read
 
 
 def encode_answers(
@@ -472,7 +396,9 @@ def encode_answers(
     samples = []
     for answer in answers:
         reply = _assistant_message(answer, prompt.row)
-        ids = _turn(processor, prompt.row, messages, reply, ends, prefix=prompt.row.get("answer_prefix") or "").ids
+        name = next((name for name in ANSWER_COLUMNS if prompt.row.get(name) == answer), "answer")
+        prefix = prompt.row.get("answer_prefix") or ""
+        ids = _turn(processor, prompt.row, messages, reply, ends, prefix=prefix, name=name).ids
         samples.append(append_response(prompt, ids, [0.0] * len(ids), text=text_of(reply)))
     for sample in samples:
         _check_length(sample, max_tokens)
@@ -515,7 +441,16 @@ def encode_chat(
         if one["role"] != "assistant" or (last_only and i < len(before)):
             continue
         prefix = row.get("answer_prefix") or "" if i == len(before) else ""
-        turn = _turn(processor, row, messages[:i], one, ends, prefix=prefix, following=messages[i + 1 : i + 2])
+        turn = _turn(
+            processor,
+            row,
+            messages[:i],
+            one,
+            ends,
+            prefix=prefix,
+            name=f"messages[{i}]",
+            following=messages[i + 1 : i + 2],
+        )
         if not turn.before.startswith(rendered):
             raise ValueError(
                 f"{_where(row)}: expected a chat template that keeps an answer when messages follow, got a change; "
@@ -565,6 +500,7 @@ def _turn(
     ends: Sequence[int],
     *,
     prefix: str,
+    name: str,
     following: Sequence[Message] = (),
 ) -> _Turn:
     """An answer in the template's form, or as it is if the template changes it or the prompt.
@@ -572,28 +508,13 @@ def _turn(
     Args:
         messages: the chat before the answer.
         prefix: the beginning of the answer that is part of the prompt.
+        name: what errors call the answer.
         following: the next message, if there is one.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    options = template_options(row)
-    is_verbatim = False
     try:  # `encode_prompt` has checked that the messages appear
-        before = _render_unchecked(processor, messages, add_generation_prompt=True, **options) + prefix
-        try:
-            whole = {**answer, "content": prefix + text_of(answer)}
-            after = _render_unchecked(processor, [*messages, whole], **options)
-            if not after.startswith(before):
-                raise ValueError(
-                    "expected a chat template that keeps the prompt when an answer follows, got a change; set an "
-                    "option of the template (such as enable_thinking) to what the answer has, or use another template "
-                    "(--chat_template FILE)"
-                )
-            text = after.removeprefix(before)
-            _check_shown(processor, text, [answer], thinking_tags_of(row), f"messages[{len(messages)}]")
-        except ValueError:
-            if not _prompt_has_all_before_answers(processor, row, messages, answer, before):
-                raise
-            text, is_verbatim = _as_sampled(row, before, text_of(answer)), True
+        before = _render_unchecked(processor, messages, add_generation_prompt=True, **template_options(row)) + prefix
+        text, is_verbatim = _answer_text(processor, row, messages, answer, before, prefix, name)
     except ValueError as error:
         raise ValueError(f"{_where(row)}: {error}") from error
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -605,18 +526,42 @@ def _turn(
     return _Turn(before, ids + (written or [_end_token(tokenizer, ends)]), before + text + tokenizer.decode(written))
 
 
-def _prompt_has_all_before_answers(
-    processor: Any, row: Row, messages: Sequence[Message], answer: Message, before: str
-) -> bool:
-    """Whether the answer is text, before which the template writes nothing that the prompt lacks, but thinking tags."""
-    if any(answer.get(field) for field in ("tool_calls", *THINKING_FIELDS)):
-        return False
+def _answer_text(
+    processor: Any, row: Row, messages: Sequence[Message], answer: Message, before: str, prefix: str, name: str
+) -> tuple[str, bool]:
+    """What follows the prompt `before`, and whether that is the answer as it is."""
+    whole = {**answer, "content": prefix + text_of(answer)}
+    after = _render_unchecked(processor, [*messages, whole], **template_options(row))
+    text = after.removeprefix(before)
+    if after.startswith(before):
+        wrong = missing_text(processor, text, [answer], thinking_tags_of(row), name=name)
+    else:
+        wrong = (
+            "expected a chat template that keeps the prompt when an answer follows, got a change; set an option of the "
+            "template (such as enable_thinking) to what the answer has, or use another template (--chat_template FILE)"
+        )
+    if wrong is None:
+        return text, False
+    space = _space_before_answers(processor, row, messages, before) if is_text_alone(answer) else None
+    if space is None:
+        raise ValueError(wrong)
+    return space + _as_sampled(row, before, text_of(answer)), True
+
+
+def _space_before_answers(processor: Any, row: Row, messages: Sequence[Message], before: str) -> str | None:
+    """White space that the template writes between the prompt and an answer of text; None if it writes more there.
+
+    Thinking tags may be there too; then, and if the template changes the prompt, an answer follows without space.
+    """
     probe = [*messages, {"role": "assistant", "content": ANSWER}]
     head, found, _ = _render_unchecked(processor, probe, **template_options(row)).rpartition(ANSWER)
     added = head.removeprefix(commonprefix([head, before]))
+    without_tags = added
     for tag in (*thinking_tags_of(row), *THINKING_TAGS):
-        added = added.replace(tag.strip(), "")
-    return bool(found) and not added.strip()
+        without_tags = without_tags.replace(tag.strip(), "")
+    if not found or without_tags.strip():
+        return None
+    return added if head.startswith(before) and without_tags == added else ""
 
 
 def _as_sampled(row: Row, before: str, answer: str) -> str:

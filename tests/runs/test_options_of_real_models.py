@@ -16,9 +16,10 @@ from helpers import load, text_dir  # noqa: F401  (a fixture)
 
 from rlkit.engines import distributed
 from rlkit.runs import parse_options
+from rlkit.runs.image_processor import processor_options
 from rlkit.runs.models import processor_of, shared_options, training_engine
 from rlkit.runs.options import check_processor_options
-from rlkit.runs.vllm_options import processor_flags, processor_options, vllm_options
+from rlkit.runs.vllm_options import processor_flags, vllm_options
 from rlkit.vlm import encode_prompt, load_model
 
 

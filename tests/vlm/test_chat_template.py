@@ -10,6 +10,7 @@ from rlkit.data.formats import chat_row, pair_row
 from rlkit.rewards import exact_match, without_thinking
 from rlkit.vlm import encode_answers, encode_chat, encode_observation, encode_prompt, load_processor, render
 from rlkit.vlm.chat_template import check_template_options
+from rlkit.vlm.missing_text import missing_text
 
 
 def user(content):
@@ -419,6 +420,25 @@ def test_thinking_in_a_field_is_trained_or_refused(tiny_dir):
     assert "messages[1].reasoning_content" in refusal(own, {"messages": [user("2+2?"), parts]})
 
 
+@pytest.mark.parametrize("said", ["<think>\nhm\n</think>\n\nfour", "hm</think>four", "<seed:think>hm</seed:think>four"])
+def test_thinking_in_the_content_and_in_a_field_is_trained_once(tiny_dir, said):
+    plain, own = reader(tiny_dir, PLAIN), reader(tiny_dir, OWN_THINKING)
+    for field in ("reasoning_content", "reasoning", "thinking"):
+        chat = {"messages": [user("2+2?"), {**assistant(said), field: "hm"}]}
+        assert trained(plain, chat) == [said + "<|im_end|>"]
+        if "<think>" in said:
+            assert trained(own, chat) == ["<think>\nhm\n</think>\n\nfour<|im_end|>"]
+    pair = pair_row({"prompt": "2+2?", "chosen": chat["messages"][1:], "rejected": "five"})
+    assert pair["chosen"] == said
+
+
+@pytest.mark.parametrize("setting", [True, 1, {"type": "enabled"}, "", []])
+def test_a_field_that_holds_no_text_is_no_thinking(tiny_dir, setting):
+    for field in ("reasoning_content", "reasoning", "thinking"):
+        chat = {"messages": [user("2+2?"), {**assistant("four"), field: setting}]}
+        assert trained(reader(tiny_dir, PLAIN), chat) == ["four<|im_end|>"]
+
+
 def test_earlier_thinking_may_go_from_a_prompt_and_nothing_else(tiny_dir):
     own = reader(tiny_dir, OWN_THINKING)
     chat = [user("2+2?"), {**assistant("<think>so</think>four"), "reasoning_content": "hm"}, user("And?")]
@@ -433,6 +453,10 @@ def test_earlier_thinking_may_go_from_a_prompt_and_nothing_else(tiny_dir):
         "{{ m.content }}", "{{ m.content.replace('/no_think', '').strip() }}"
     )  # SmolLM3's
     assert "Be short.<|im_end|>" in render(own, [{"role": "system", "content": "Be short. /no_think"}, user("2?")])
+    own.chat_template = PLAIN.replace("{{ m.content }}", "{{ m.content.replace('/system_override', '').strip() }}")
+    assert "\nBe short.<|im_end|>" in render(
+        own, [{"role": "system", "content": "/system_override Be short."}, user("2?")]
+    )
 
 
 @pytest.mark.parametrize(
@@ -460,11 +484,104 @@ def test_calls_of_tools_appear_or_are_refused(tiny_dir, written):
     assert refusal(reader(tiny_dir, PLAIN), later).startswith("row 6: messages[1].tool_calls: expected")
 
 
+def lost(template, messages):
+    """The error for messages that a template, a function of them, leaves out; None if it has all."""
+    return missing_text(None, template(messages), messages, ("<think>", "</think>"))
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def calls(*arguments, content=""):
+    return {**assistant(content), "tool_calls": [{"name": "add", "arguments": one} for one in arguments]}
+
+
+def tool(content):
+    return {"role": "tool", "content": content}
+
+
+def written(one):
+    """A message as many templates write it."""
+    called = "".join(f"<{one['name']} {one['arguments']}>" for one in one.get("tool_calls") or ())
+    return f"{one['role']}: {one['content'].strip()}{called}\n"
+
+
+def in_order(messages):
+    return "Date: 26 May 2028. Tools: [{'name': 'add', 'required': ['a', 'b']}]\n" + "".join(map(written, messages))
+
+
+def test_a_loss_does_not_hide_in_what_the_template_writes_elsewhere():
+    chat = [system("Be short."), user("Is it 8 or 9?"), calls({"a": 7, "b": 1}), tool("8"), assistant("It is eight.")]
+    assert lost(in_order, chat) is None
+    for gone, field in ((3, "content"), (2, "tool_calls")):
+        found = lost(lambda chat, gone=gone: in_order(chat[:gone] + chat[gone + 1 :]), chat)
+        assert found.startswith(f"messages[{gone}].{field}: expected") and "in its place; " in found
+    padded = [system("Say 5."), user("5           ")]
+    assert lost(in_order, padded) is None
+    assert lost(in_order, [user("5           "), assistant("Say 5."), user("5")]) is None
+    assert "messages[1].content" in lost(lambda chat: in_order(chat[:1]), padded)
+
+
+def test_what_templates_move_is_found():
+    chat = [
+        system("Be short."),
+        user("1 + 7?"),
+        calls({"a": 7, "b": {"y": 1, "x": [2, 3]}}, {"a": 1}, content="I add."),
+        tool("8"),
+        tool("add"),
+        assistant("It is 8."),
+        user("short"),
+    ]
+
+    def before_the_last(chat):  # Mistral 7B v0.3
+        return in_order(chat[1:-1]) + written(chat[0]) + written(chat[-1])
+
+    def hoists(chat):  # DeepSeek-V3
+        return in_order(sorted(chat, key=lambda one: one["role"] != "system"))
+
+    def content_last(chat):  # Gemma 4's comes after what the tools say, and its keys are sorted
+        called = [{**one, "arguments": dict(sorted(one["arguments"].items()))} for one in chat[2]["tool_calls"]]
+        moved = {**chat[2], "content": "", "tool_calls": called}
+        said = assistant(chat[2]["content"])
+        return in_order([*chat[:2], moved, *chat[3:5], said, *chat[5:]])
+
+    later = [*chat[:-1], system("Be long."), chat[-1]]
+    swapped = [*chat[:2], calls({"b": {"x": [2, 3], "y": 1}, "a": 7}, {"a": 1}, content="I add."), *chat[3:]]
+    for template, messages in ((before_the_last, chat), (hoists, later), (content_last, chat), (content_last, swapped)):
+        assert lost(template, messages) is None
+        for gone in range(1, len(messages)):  # and what is lost is noticed
+            rest = [{**one, "content": "", "tool_calls": []} if i == gone else one for i, one in enumerate(messages)]
+            if template is content_last and gone == 2:
+                continue
+            assert missing_text(None, template(rest), messages, ("<think>", "</think>")), (template, gone)
+
+
+def test_ids_that_a_template_writes_in_place_of_names_are_explained(tiny_dir):
+    """Kimi K2's template writes `functions.add:0`, which is the call's id."""
+    shows = "{% for c in m.tool_calls or [] %}CALL{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
+    kimi = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content }}" + shows))
+    row = {
+        "messages": [user("Q"), {**assistant(""), "tool_calls": [{"name": "add", "arguments": {"a": 7}, "id": "c1"}]}]
+    }
+    found = refusal(kimi, row)
+    assert "tool_calls: expected" in found and "writes the call's id 'c1' in place of the name" in found
+    row["messages"][1]["tool_calls"][0]["id"] = "functions.add:0"
+    assert trained(kimi, row) == ['CALLfunctions.add:0{"a": 7}<|im_end|>']
+    drops = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}" + shows))
+    row["messages"][1]["content"] = "I add."  # Llama 3.1's drops it
+    assert refusal(drops, row).endswith(
+        "remove the text beside the calls, or use a template that writes it (--chat_template FILE)"
+    )
+
+
 def test_the_text_of_an_answer_is_looked_up_in_its_own_turn(tiny_dir):
     """Not in the prompt, where the same word may stand."""
     deaf = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"))
-    row = {"messages": [user("What is four, hm?"), {**assistant("four"), "reasoning_content": "hm"}]}
+    row = {"messages": [user("What is four, hm?"), assistant("four")]}
     assert refusal(deaf, row).startswith("row 6: messages[1].content: expected a chat template that writes it")
+    row = {"messages": [user("What is four, hm?"), {**assistant("four"), "reasoning_content": "hm"}]}
+    assert refusal(deaf, row).startswith("row 6: messages[1].reasoning_content: expected a chat template that writes")
     plain = reader(tiny_dir, PLAIN)  # and an occurrence counts once
     row = {"messages": [user("2+2?"), {**assistant("hm, four"), "reasoning_content": "hm"}]}
     assert refusal(plain, row).startswith("row 6: messages[1].reasoning_content: expected")
@@ -490,6 +607,35 @@ def test_an_answer_is_as_it_would_be_sampled_where_the_template_changes_it(tiny_
     assert "expected an answer without thinking after a prompt that ends with '</think>'" in found
     wraps = reader(tiny_dir, drops.replace("{{ m.content", "{{ 'SAYS ' if m.role == 'assistant' }}{{ m.content"))
     assert "got a text without 'hm'" in refusal(wraps, {"messages": [user("2+2?"), assistant("hm</think>four")]})
+
+
+def test_an_answer_as_it_is_has_the_white_space_that_the_template_writes_before_answers(tiny_dir):
+    """Mistral's prompt ends with [/INST], and answers begin with a space."""
+    mistral = reader(tiny_dir, (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %}"
+        "{{ ' ' + m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+    ))  # fmt: skip
+    assert trained(mistral, {"messages": [user("2+2?"), assistant("four")]}) == [" four<|im_end|>"]
+    thinks = {"messages": [user("2+2?"), assistant("<think>hm</think>four")]}
+    assert trained(mistral, thinks) == [" <think>hm</think>four<|im_end|>"]
+    assert trained(mistral, {**chat_row(thinks), "answer_prefix": " "}) == ["<think>hm</think>four<|im_end|>"]
+
+
+def test_an_answer_that_the_template_refuses_is_refused(tiny_dir):
+    refuses = "{% if m.content | length > 30 %}{{ raise_exception('too long') }}{% endif %}{{ m.content }}"
+    strict = reader(tiny_dir, PLAIN.replace("{{ m.content }}", refuses))
+    assert trained(strict, {"messages": [user("2+2?"), assistant("four")]}) == ["four<|im_end|>"]
+    found = refusal(strict, {"messages": [user("2+2?"), assistant("four " * 9)]})
+    assert found == "row 6: chat template: too long"
+
+
+def test_errors_name_the_column_of_an_answer(tiny_dir):
+    plain = reader(tiny_dir, PLAIN)
+    thinks = [{**assistant("four"), "reasoning_content": "hm"}]
+    for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        pair = pair_row({"prompt": [user("2+2?")], name: thinks, other: [assistant("five")]})
+        with pytest.raises(ValueError, match=f"^row: {name}.reasoning_content: expected a chat template that writes"):
+            encode_answers(encode_prompt(plain, pair), plain, [pair["chosen"], pair["rejected"]], [0], 99)
 
 
 def test_an_answer_ends_with_the_token_that_the_template_writes_next(tiny_dir):
