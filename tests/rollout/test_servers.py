@@ -100,6 +100,12 @@ def test_answers_are_distributed_over_servers_and_returned_in_order(connect):
         assert len(a.answered) == 6
 
 
+def test_the_context_of_each_server_is_known(connect):
+    with VllmStandin(context=40) as a, VllmStandin(context=128) as b:
+        rollout = connect(a, b)
+        assert sorted(rollout.context_lengths) == [40, 128] and rollout.max_model_len == 40
+
+
 def test_each_request_has_its_own_sampling_parameters(connect):
     with VllmStandin() as a:
         how = [Sampling(4, 0.7, (1,)), Sampling(2, 0.0, (2,), stop=(5, 6))]
