@@ -62,8 +62,8 @@ class VllmRollout:
         model: directory or hub id; its weights are used until the first `update_weights`.
         processor: the trainer's, for decoding.
         tensor_parallel_size: neighbouring ranks that share one engine, which generates for all of them.
-        max_model_len: longest sequence; by default that of the model's config, of a model with LongRoPE the one for
-            short factors. With more, vLLM has long factors at every position; give the engine that trains the same
+        max_model_len: longest sequence; default: the config's; with LongRoPE, the longest length for short factors.
+            With more, vLLM uses long factors at every position; give the engine that trains the same
             `longest_sequence`, see rlkit.vlm.long_rope.
         gpu_memory_utilization: share of a GPU's memory for the engine's weights and cache together.
         dtype: of its weights and cache; by default that of the trainer, bfloat16 on a GPU and float32 on a CPU.

@@ -40,7 +40,7 @@ from rlkit.vlm import (
 from rlkit.vlm.chat_template import check_template_options, set_chat_template
 from rlkit.vlm.checkpoint_weights import adapter_parameters
 from rlkit.vlm.loading import load_config, model_path
-from rlkit.vlm.long_rope import check_factors_of_samplers, has_long_factors, original_length
+from rlkit.vlm.long_rope import check_factors_of_samplers, factors_sentence, has_long_factors, original_length
 from rlkit.vlm.model_config import is_config_file, write_model
 from rlkit.vlm.processors import check_vocabulary
 
@@ -173,15 +173,23 @@ def _built_from_shards(
         build: model -> engine.
     """
     options = {"dtype": dtype, "trust_remote_code": cfg.trust_remote_code}
+
+    def build_and_tell(model: Any) -> Any:
+        engine = build(model)
+        sentence = factors_sentence(model.config, getattr(engine, "longest_sequence", None))
+        if sentence and dist.get_rank() == 0:
+            print(f"{path}: {sentence}", flush=True)
+        return engine
+
     if cfg.engine in READS_SHARDS:
         random_state = torch.get_rng_state()
         try:
-            return build(load(path, on_meta=True, **options))
+            return build_and_tell(load(path, on_meta=True, **options))
         except NotInShardsError as error:
             torch.set_rng_state(random_state)  # adapters are initialized as if the first attempt had not happened
             if dist.get_rank() == 0:
                 print(f"{error}; each rank reads the whole model", flush=True)
-    return build(load(path, **options))
+    return build_and_tell(load(path, **options))
 
 
 def build_reference(cfg: TrainingOptions, path: str, processor: Any, engine: Any) -> Callable[[Batch], Tensor]:

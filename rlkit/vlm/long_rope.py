@@ -32,6 +32,19 @@ def has_long_factors(config: Any, longest_sequence: int | None) -> bool:
     return original is not None and longest_sequence is not None and longest_sequence > original
 
 
+def factors_sentence(config: Any, longest_sequence: int | None) -> str | None:
+    """Which LongRoPE factors a model uses in a run; None for other models.
+
+    Args:
+        longest_sequence: as for `has_long_factors`.
+    """
+    if (original := original_length(config)) is None:
+        return None
+    if has_long_factors(config, longest_sequence):
+        return f"long LongRoPE factors, for sequences of up to {longest_sequence} tokens (short ones: up to {original})"
+    return f"short LongRoPE factors, for sequences of up to {original} tokens"
+
+
 def context_length(config: Any, longest_sequence: int | None = None) -> int:
     """Most tokens that a model computes in a sequence: with LongRoPE's short factors the original length.
 

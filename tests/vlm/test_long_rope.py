@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine
+from rlkit.engines.distributed import init_distributed
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.plan.workload import longest_batch
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.runs import context_length, parse_options, teachers
-from rlkit.runs.models import check_rope_factors, shared_options
+from rlkit.runs.models import build_scorer, check_rope_factors, shared_options
 from rlkit.vlm import encode_prompt, tiny_text_tokenizer
 from rlkit.vlm.long_rope import fix_rope_factors
 
@@ -170,3 +171,22 @@ def test_servers_of_a_teacher_with_other_factors_are_refused(tmp_path, monkeypat
     expected = pytest.raises(ValueError, match=f"^max_model_len: .*, got {wrong}: phi3") if wrong else nullcontext()
     with expected:
         teachers.build_teacher(cfg, run, [], tokenizer, SimpleNamespace(model_parallel_group=None))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--max_prompt_tokens 28 --max_new_tokens 4", "short LongRoPE factors, for sequences of up to 32 tokens"),
+        (
+            "--max_prompt_tokens 29 --max_new_tokens 4",
+            "long LongRoPE factors, for sequences of up to 33 tokens (short ones: up to 32)",
+        ),
+    ],
+)
+def test_the_factors_of_a_run_are_printed_at_its_start(tmp_path, capsys, options, said):
+    tokenizer = tiny_text_tokenizer(["how many cats"])
+    phi3(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    cfg = parse_options(load("evaluate").Config, "", options.split())
+    init_distributed("cpu")
+    build_scorer(cfg, str(tmp_path), tokenizer)
+    assert f"{tmp_path}: {said}\n" in capsys.readouterr().out
