@@ -28,6 +28,7 @@ from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options, repack_weights, with_family_options
 from rlkit.rollout.vllm_families import (
     check_weight_updates_work,
+    check_windows_work,
     config_or_empty,
     family_options,
     register_models,
@@ -106,6 +107,7 @@ class VllmRollout:
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
+        check_windows_work(config, max_model_len)
         of_family = family_options(model, config)
         if self.on_gpu:
             dtype, options = dtype or "bfloat16", with_family_options(of_family, options)

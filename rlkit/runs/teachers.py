@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlkit.rollout.servers.teacher import VllmTeacher
+from rlkit.rollout.vllm_families import check_windows_work
 from rlkit.runs.models import build_scorer
 from rlkit.runs.vllm_options import longest_row
 from rlkit.tracking import Run
@@ -53,5 +54,6 @@ def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], process
         config=config,
         group=engine.model_parallel_group,
     )
+    check_windows_work(config, max(teacher.context_lengths))
     check_factors_of_samplers(config, longest_row(cfg), teacher.context_lengths)
     return teacher
