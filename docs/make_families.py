@@ -351,7 +351,9 @@ Notes:
 - **phimoe with vLLM.** vLLM 0.32 knows the name of the class in Microsoft's files, and not that of transformers' class,
   which an export has: `hf_overrides` names the former.
 - **qwen2_moe with `use_sliding_window`, phimoe with `sliding_window`.** transformers 5.19 applies the window by a mask,
-  and does not hand it to the attention function. The engine reads it from the configuration.
+  and does not hand it to the attention function. The engine reads it from the configuration. vLLM 0.32 leaves out
+  the windows of qwen2_moe where only some layers have one: rollouts `vllm` and `vllm_server`, and teachers on servers,
+  refuse contexts longer than the window. Use `--rollout hf`, or shorter sequences.
 - **minicpm3, granite, hyperclovax and other families that scale or cap their logits** refuse `--use_fused_kernels`.
 - **hyperclovax_vision_v2** takes images, and its videos are refused: the chat template writes a placeholder for the
   length of a video, which transformers' processor replaces when it expands the text. vLLM runs transformers' code for

@@ -97,7 +97,8 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
         if options:
             flags = ["--gpu-memory-utilization", str(runs.OWN_SERVER_SHARE)]
             flags += ["--weight-transfer-config", '{"backend": "rlkit_gloo"}']
-        flags += runs.adapter_flags(cfg) + runs.length_flags(cfg) + runs.processor_flags(cfg)
+        flags += runs.adapter_flags(cfg) + runs.processor_flags(cfg)
+        flags += runs.length_flags(cfg, engine.config)
         if cfg.trust_remote_code:
             flags += ["--trust-remote-code"]
         urls = [list(stack.enter_context(serving(path, logs=run.out, options=flags)))]

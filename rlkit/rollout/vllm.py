@@ -28,6 +28,7 @@ from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options, repack_weights, with_family_options
 from rlkit.rollout.vllm_families import (
     check_weight_updates_work,
+    check_windows_work,
     config_or_empty,
     family_options,
     register_models,
@@ -62,8 +63,8 @@ class VllmRollout:
         model: directory or hub id; its weights are used until the first `update_weights`.
         processor: the trainer's, for decoding.
         tensor_parallel_size: neighbouring ranks that share one engine, which generates for all of them.
-        max_model_len: longest sequence; by default that of the model's config, of a model with LongRoPE the one for
-            short factors. With more, vLLM has long factors at every position; give the engine that trains the same
+        max_model_len: longest sequence; default: the config's; with LongRoPE, the longest length for short factors.
+            With more, vLLM uses long factors at every position; give the engine that trains the same
             `longest_sequence`, see rlkit.vlm.long_rope.
         gpu_memory_utilization: share of a GPU's memory for the engine's weights and cache together.
         dtype: of its weights and cache; by default that of the trainer, bfloat16 on a GPU and float32 on a CPU.
@@ -106,6 +107,7 @@ class VllmRollout:
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
+        check_windows_work(config, max_model_len)
         of_family = family_options(model, config)
         if self.on_gpu:
             dtype, options = dtype or "bfloat16", with_family_options(of_family, options)

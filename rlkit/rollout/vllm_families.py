@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.vlm.families import attention_temperature_length
+from rlkit.vlm.families import attention_temperature_length, layer_types
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.weight_files import quantization_method, quantized_message
 
@@ -133,6 +133,26 @@ def _module(entry: Any) -> str:
     """The module of a model in vLLM's registry, which has the class where it has been imported, else names."""
     cls = getattr(entry, "model_cls", None)
     return cls.__module__ if cls else getattr(entry, "module_name", "")
+
+
+def check_windows_work(config: Any, max_model_len: int | None) -> None:
+    """Raise a ValueError for a model whose sliding windows vLLM would leave out: its class of Qwen2-MoE has none.
+
+    If all layers have a window, vLLM applies it to each of them.
+
+    Args:
+        config: of the model, from transformers.
+        max_model_len: of vLLM; None for the context of the model.
+    """
+    text = config.get_text_config()
+    if text.model_type != "qwen2_moe" or set(layer_types(config)) != {"full_attention", "sliding_attention"}:
+        return
+    if (longest := max_model_len or text.max_position_embeddings) > text.sliding_window:
+        raise ValueError(
+            f"max_model_len: expected at most the sliding window of {text.sliding_window} tokens for qwen2_moe, whose "
+            f"windows vLLM leaves out, got {longest}; use shorter sequences (--max_prompt_tokens, --max_new_tokens; "
+            "--max-model-len of a server), or rollout 'hf'"
+        )
 
 
 def check_weight_updates_work(config: Any, *, on_cpu: bool) -> None:

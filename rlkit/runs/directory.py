@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import count, filterfalse, takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO, TypeVar
 
 import torch.distributed as dist
 
+from rlkit.rollout.vllm_families import config_or_empty
+from rlkit.runs.vllm_options import longest_row
 from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES
+from rlkit.vlm.long_rope import has_long_factors, original_length
 
 LOCK = "run.lock"
 PROBE_BYTES = 1 << 20
@@ -76,7 +80,25 @@ def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
             f"resume: expected the options of the run in {out}, but {described}; to continue with them, add "
             f"--allow_changes {' '.join(refused)}"
         )
+    _check_same_factors(out, before, now)
     return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in NOT_REPORTED]
+
+
+def _check_same_factors(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse other lengths that would change the LongRoPE factors of the run's model, see rlkit.vlm.long_rope."""
+    longest = [longest_row(SimpleNamespace(**options)) for options in (before, now)]
+    if longest[0] == longest[1]:
+        return
+    model = str(out / "init") if (out / "init").exists() else now["model"]
+    config = config_or_empty(model, trust_remote_code=now["trust_remote_code"])
+    was_long, is_long = (has_long_factors(config, length) for length in longest)
+    if was_long != is_long:
+        most, old, new = ("more than", "long", "short") if was_long else ("at most", "short", "long")
+        raise ValueError(
+            f"resume: expected sequences of {most} {original_length(config)} tokens as in the run in {out}, got up to "
+            f"{longest[1] or 'an unknown number of'}: {config.model_type} would change from {old} LongRoPE factors to "
+            f"{new} ones; start a new run"
+        )
 
 
 def decided_by_rank_0(decide: Callable[[], T]) -> T:

@@ -41,7 +41,7 @@ from rlkit.vlm import (
 from rlkit.vlm.chat_template import check_template_options, set_chat_template
 from rlkit.vlm.checkpoint_weights import adapter_parameters
 from rlkit.vlm.loading import load_config, model_path
-from rlkit.vlm.long_rope import has_long_factors, original_length
+from rlkit.vlm.long_rope import check_factors_of_samplers, factors_sentence, has_long_factors, original_length
 from rlkit.vlm.model_config import is_config_file, write_model
 from rlkit.vlm.processors import check_vocabulary
 
@@ -174,15 +174,23 @@ def _built_from_shards(
         build: model -> engine.
     """
     options = {"dtype": dtype, "trust_remote_code": cfg.trust_remote_code}
+
+    def build_and_tell(model: Any) -> Any:
+        engine = build(model)
+        sentence = factors_sentence(model.config, getattr(engine, "longest_sequence", None))
+        if sentence and dist.get_rank() == 0:
+            print(f"{path}: {sentence}", flush=True)
+        return engine
+
     if cfg.engine in READS_SHARDS:
         random_state = torch.get_rng_state()
         try:
-            return build(load(path, on_meta=True, **options))
+            return build_and_tell(load(path, on_meta=True, **options))
         except NotInShardsError as error:
             torch.set_rng_state(random_state)  # adapters are initialized as if the first attempt had not happened
             if dist.get_rank() == 0:
                 print(f"{error}; each rank reads the whole model", flush=True)
-    return build(load(path, **options))
+    return build_and_tell(load(path, **options))
 
 
 def build_reference(cfg: TrainingOptions, path: str, processor: Any, engine: Any) -> Callable[[Batch], Tensor]:
@@ -239,27 +247,22 @@ def build_rollout(
 def check_rope_factors(cfg: Any, engine: Any, rollout: Any) -> None:
     """Raise a ValueError unless the sampling back end gives a model with LongRoPE the factors that the trainer does.
 
-    vLLM has long factors if its longest sequence is longer than the short ones are for. SGLang, which chooses for each
-    batch of tokens, has short factors as long as all sequences are short. See rlkit.vlm.long_rope.
+    vLLM uses long factors if its longest sequence is longer than the short ones are for. SGLang, which chooses for each
+    batch of tokens, uses short factors while all sequences in the batch are short. See rlkit.vlm.long_rope.
     """
     config = getattr(engine, "config", None)
     if config is None or (original := original_length(config)) is None:
         return
     longest = getattr(engine, "longest_sequence", None)
-    is_long, sampled = has_long_factors(config, longest), getattr(rollout, "max_model_len", None)
     if cfg.rollout == "sglang":
-        if is_long:
+        if has_long_factors(config, longest):
             raise ValueError(
                 f"rollout: expected vllm, vllm_server or hf for sequences of {longest} tokens of {config.model_type}, "
                 f"got sglang, whose LongRoPE depends on the batch beyond {original} tokens"
             )
-    elif sampled is not None and has_long_factors(config, sampled) != is_long:
-        there, here, most = ("short", "long", "more than") if is_long else ("long", "short", "at most")
-        raise ValueError(
-            f"max_model_len: expected {most} {original} in the sampler, got {sampled}: {config.model_type} has {there} "
-            f"LongRoPE factors there and {here} ones in the trainer, because of sequences of up to "
-            f"{longest or 'an unknown number of'} tokens (--max_prompt_tokens + --max_new_tokens)"
-        )
+    elif hasattr(rollout, "max_model_len"):
+        context_lengths = getattr(rollout, "context_lengths", [rollout.max_model_len])  # of several servers
+        check_factors_of_samplers(config, longest, context_lengths)
 
 
 def check_rollout_takes_adapters(cfg: Any, engine: Any, rollout: Any) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlkit.rollout.servers.teacher import VllmTeacher
+from rlkit.rollout.vllm_families import check_windows_work
 from rlkit.runs.models import build_scorer
+from rlkit.runs.vllm_options import longest_row
 from rlkit.tracking import Run
 from rlkit.vlm import load_processor, model_or_tiny, suppressed_token_ids
 from rlkit.vlm.loading import load_config
+from rlkit.vlm.long_rope import check_factors_of_samplers
 
 
 def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], processor: Any, engine: Any) -> Any:
@@ -23,7 +26,8 @@ def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], process
         engine: the student's engine.
 
     Raises:
-        ValueError: the teacher has another vocabulary than the student, or the servers cannot be used.
+        ValueError: the teacher has another vocabulary than the student, the servers cannot be used, or one of them
+            uses other LongRoPE factors than an engine of this run would.
     """
     if cfg.teacher_servers and cfg.teacher == "tiny":
         raise ValueError("teacher: expected the directory or hub id of the model on --teacher_servers, got 'tiny'")
@@ -41,7 +45,7 @@ def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], process
     if not cfg.teacher_servers:
         return build_scorer(cfg, path, processor, only_scores=True)
     config = load_config(path, trust_remote_code=cfg.trust_remote_code)
-    return VllmTeacher(
+    teacher = VllmTeacher(
         model=path,
         urls=cfg.teacher_servers,
         top_k=cfg.teacher_top_k,
@@ -50,3 +54,6 @@ def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], process
         config=config,
         group=engine.model_parallel_group,
     )
+    check_windows_work(config, max(teacher.context_lengths))
+    check_factors_of_samplers(config, longest_row(cfg), teacher.context_lengths)
+    return teacher

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rlkit.runs.image_processor import processor_options
+from rlkit.vlm.long_rope import original_length
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 OWN_SERVER_SHARE = 0.4  # of a GPU's memory, for a server that a run starts on a GPU which also trains
@@ -58,9 +59,15 @@ def processor_flags(cfg: Any) -> list[str]:
     return ["--mm-processor-kwargs", json.dumps(options)] if options else []
 
 
-def length_flags(cfg: Any) -> list[str]:
-    """The longest sequence as a flag of a vLLM server, if the options limit prompts and answers."""
-    longest = longest_sequence(cfg)
+def length_flags(cfg: Any, config: Any) -> list[str]:
+    """The longest sequence as a flag of a vLLM server, if the options limit prompts and answers.
+
+    Without limits, the longest length for short factors of a model with LongRoPE, see rlkit.vlm.long_rope.
+
+    Args:
+        config: of the model.
+    """
+    longest = longest_sequence(cfg) or original_length(config)
     return [] if longest is None else ["--max-model-len", str(longest)]
 
 

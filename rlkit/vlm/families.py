@@ -112,6 +112,8 @@ RECURRENT_CLASSES = DELTA_RULE_CLASSES | frozenset(
 INDEXED_ATTENTION_CLASSES = frozenset(
     {"AXK2Attention", "DeepseekV32Attention", "Glm5NextTextAttention", "GlmMoeDsaAttention", "Qwen4ExpTextAttention"}
 )
+# classes of transformers that apply a sliding window by the mask only, which packed rows do not have
+WINDOW_IN_MASK = frozenset({"PhimoeAttention", "Qwen2MoeAttention"})
 TAKES_PADDING_MASK = frozenset({"Glm5NextTextAttention"})  # [B, T]; the others take a causal mask
 # modality -> the module that encodes it, in families whose encoders have no configuration of their own
 ENCODERS_WITHOUT_CONFIG = {"gemma4_unified": {"vision": "model.embed_vision", "audio": "model.embed_audio"}}
@@ -181,17 +183,17 @@ def attention_chunk_size(layer: Any) -> int | None:
 
 
 def attention_window(layer: Any) -> int | None:
-    """How many tokens a query of a layer with a sliding window attends to, its own included; None for other layers.
+    """How many tokens a query of a layer of `WINDOW_IN_MASK` attends to, its own included; None for other layers.
 
-    Most classes of transformers 5.19 hand it to the attention function; those of Qwen2-MoE and PhiMoE have it in the
-    mask only, which packed rows do not have.
+    Other classes pass their window to the attention function, or have none, whatever their config says.
 
     Args:
         layer: an attention module of transformers.
     """
-    config: Any = getattr(layer, "config", None)
-    window = getattr(config, "sliding_window", None)
-    return window if window and kinds_of_layers(config)[layer.layer_idx] == "sliding_attention" else None
+    if type(layer).__name__ not in WINDOW_IN_MASK:
+        return None
+    config: Any = layer.config
+    return config.sliding_window if kinds_of_layers(config)[layer.layer_idx] == "sliding_attention" else None
 
 
 def has_attention_temperature(layer: Any) -> bool:

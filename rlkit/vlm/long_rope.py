@@ -8,11 +8,12 @@ its run is longer than the original length, else short ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rlkit.vlm.families import length_dependent_rope
 
-FIXED = "fixed longrope"  # as the type of a rotary embedding it is none that transformers changes in a forward
+FIXED = "fixed longrope"  # a `rope_type` that transformers does not update in the forward pass
 
 
 def original_length(config: Any) -> int | None:
@@ -31,6 +32,19 @@ def has_long_factors(config: Any, longest_sequence: int | None) -> bool:
     return original is not None and longest_sequence is not None and longest_sequence > original
 
 
+def factors_sentence(config: Any, longest_sequence: int | None) -> str | None:
+    """Which LongRoPE factors a model uses in a run; None for other models.
+
+    Args:
+        longest_sequence: as for `has_long_factors`.
+    """
+    if (original := original_length(config)) is None:
+        return None
+    if has_long_factors(config, longest_sequence):
+        return f"long LongRoPE factors, for sequences of up to {longest_sequence} tokens (short ones: up to {original})"
+    return f"short LongRoPE factors, for sequences of up to {original} tokens"
+
+
 def context_length(config: Any, longest_sequence: int | None = None) -> int:
     """Most tokens that a model computes in a sequence: with LongRoPE's short factors the original length.
 
@@ -41,6 +55,25 @@ def context_length(config: Any, longest_sequence: int | None = None) -> int:
     if (original := original_length(config)) is None or has_long_factors(config, longest_sequence):
         return context
     return min(context, original)
+
+
+def check_factors_of_samplers(config: Any, longest_sequence: int | None, context_lengths: Sequence[int]) -> None:
+    """Raise a ValueError if an inference engine uses other LongRoPE factors than an engine of this run.
+
+    Args:
+        config: of the model.
+        longest_sequence: as for `has_long_factors`.
+        context_lengths: `max_model_len` of each inference engine, by which vLLM chooses.
+    """
+    original, is_long = original_length(config), has_long_factors(config, longest_sequence)
+    for context in context_lengths:
+        if has_long_factors(config, context) != is_long:
+            there, here, most = ("short", "long", "more than") if is_long else ("long", "short", "at most")
+            raise ValueError(
+                f"max_model_len: expected {most} {original} in the sampler, got {context}: {config.model_type} uses "
+                f"{there} LongRoPE factors there and {here} ones in this run, because of sequences of up to "
+                f"{longest_sequence or 'an unknown number of'} tokens (--max_prompt_tokens + --max_new_tokens)"
+            )
 
 
 def fix_rope_factors(model: Any, longest_sequence: int | None) -> None:

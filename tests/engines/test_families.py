@@ -350,6 +350,12 @@ def test_gemma3_image_tokens_attend_to_each_other_under_lora(task):
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_window_in_the_config_of_a_family_without_one_is_ignored():
+    """As by transformers."""
+    batch, weights = rows()
+    check(text_model("llama", {"sliding_window": 4}), batch, weights)
+
+
 def test_images_of_large_gemma4_models_attend_within_windows():
     """As in transformers' forward: in layers with a window only, where the first tokens of an image fall out of it."""
     larger = {"use_bidirectional_attention": "vision", "sliding_window": 3}

@@ -81,6 +81,7 @@ def test_a_teacher_encodes_an_image_once_for_all_samples(encoded):
     samples = [append_response(one, [30 + i], [0.0]) for one in requests for i in range(4)]
     with TeacherStandin() as a:
         teacher = VllmTeacher(model="tiny", urls=a.url, processor=object(), config=PLAIN)
+        assert teacher.context_lengths == [512]
         a.bodies.clear()
         a.faults = ["500"]
         teacher.pool.backoff = 0.01

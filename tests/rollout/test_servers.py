@@ -100,6 +100,21 @@ def test_answers_are_distributed_over_servers_and_returned_in_order(connect):
         assert len(a.answered) == 6
 
 
+def test_the_context_of_each_server_is_known(connect):
+    with VllmStandin(context=40) as a, VllmStandin(context=128) as b:
+        rollout = connect(a, b)
+        assert sorted(rollout.context_lengths) == [40, 128] and rollout.max_model_len == 40
+
+
+def test_windows_that_a_server_leaves_out_are_refused(connect, tmp_path, processor):
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    vocab_size = len(processor.tokenizer)
+    AutoConfig.for_model("qwen2_moe", vocab_size=vocab_size, **windows).save_pretrained(tmp_path)
+    with VllmStandin(model=str(tmp_path), context=65) as server:
+        with pytest.raises(ValueError, match="^max_model_len: expected at most the sliding window of 64 .*, got 65"):
+            connect(server, model=str(tmp_path))
+
+
 def test_each_request_has_its_own_sampling_parameters(connect):
     with VllmStandin() as a:
         how = [Sampling(4, 0.7, (1,)), Sampling(2, 0.0, (2,), stop=(5, 6))]

@@ -27,6 +27,7 @@ from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm,
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512, with_family_options
 from rlkit.rollout.vllm_families import (
     check_weight_updates_work,
+    check_windows_work,
     config_or_empty,
     family_options,
     runs_by_transformers,
@@ -563,6 +564,18 @@ def test_servers_read_the_files_that_the_trainer_reads(tmp_path):
 def test_options_by_which_vllm_computes_as_the_trainer(family, expected):
     config = AutoConfig.for_model(family)
     assert family_options("some/model", config) == {**family_options("some/model", LlamaConfig()), **expected}
+
+
+def test_windows_that_vllm_leaves_out_are_refused_for_longer_sequences(tmp_path):
+    config = AutoConfig.for_model("qwen2_moe", use_sliding_window=True, sliding_window=64, max_window_layers=2)
+    expected = "^max_model_len: expected at most the sliding window of 64 tokens for qwen2_moe, .*, got 65; .* 'hf'"
+    with pytest.raises(ValueError, match=expected):
+        check_windows_work(config, 65)
+    check_windows_work(config, 64)
+    check_windows_work(AutoConfig.for_model("qwen2_moe"), None)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="^max_model_len: .*, got 32768"):
+        VllmRollout(model=str(tmp_path), processor=None)
 
 
 def test_a_quantized_model_takes_no_weights():

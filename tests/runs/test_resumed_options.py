@@ -4,9 +4,11 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 import pytest
+from transformers import AutoConfig
 
-from rlkit.runs import RunOptions, start_run
+from rlkit.runs import ModelOptions, RunOptions, start_run
 from rlkit.runs.directory import CHANGEABLE, check_resumed_options, release_directory
+from rlkit.runs.options import SamplingOptions
 from rlkit.tracking import CONFIG
 
 
@@ -16,6 +18,11 @@ class Options(RunOptions):
     clip_low: float = 0.2
     servers: tuple[str, ...] = ()
     save_every: int = 50
+
+
+@dataclass
+class LongOptions(SamplingOptions, ModelOptions, RunOptions):
+    pass
 
 
 def start(cfg):
@@ -67,6 +74,25 @@ def test_what_changes_no_result_is_printed(cfg, capsys):
         "resume: servers was ['a', 'b'] and is ['c']",
         "resume: watchdog was 600.0 and is 0.0",
     ]
+
+
+def test_other_lengths_that_change_the_factors_of_longrope_are_refused(tmp_path):
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "original_max_position_embeddings": 32}
+    config = AutoConfig.for_model("phi3", rope_parameters=rope, **sizes)
+    config.save_pretrained(tmp_path / "model")
+    run = str(tmp_path / "run")
+    cfg = LongOptions(out=run, model=str(tmp_path / "model"), allow_changes=("max_prompt_tokens",))
+    start(cfg)
+    start(replace(cfg, resume=True, max_prompt_tokens=28))  # short factors, as before
+    expected = "^resume: expected sequences of at most 32 tokens .*, got up to 33: phi3 .* to long ones"
+    with pytest.raises(ValueError, match=expected):
+        start(replace(cfg, resume=True, max_prompt_tokens=29))
+    start(LongOptions(out=run + "2", model=cfg.model, max_prompt_tokens=40))
+    expected = "^resume: expected sequences of more than 32 .*, got up to an unknown number of: phi3 .* short ones"
+    with pytest.raises(ValueError, match=expected):
+        start(replace(cfg, resume=True, out=run + "2"))
 
 
 def test_the_options_of_each_start_are_kept(cfg, tmp_path):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from helpers import load
@@ -102,8 +103,11 @@ def test_vllm_has_room_for_an_adapter_that_is_sent_alone(monkeypatch, rank, room
 
 def test_a_server_of_the_run_has_room_for_a_prompt_and_its_answer():
     limited = options("grpo_async", "--max_prompt_tokens", 100, "--max_new_tokens", 20)
-    assert length_flags(limited) == ["--max-model-len", "120"]
-    assert length_flags(options("grpo_async", "--max_new_tokens", 20)) == []
+    unlimited, phi3 = options("grpo_async", "--max_new_tokens", 20), AutoConfig.for_model("phi3")
+    assert length_flags(limited, phi3) == ["--max-model-len", "120"] and length_flags(unlimited, phi3) == []
+    phi3.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    assert length_flags(limited, phi3) == ["--max-model-len", "120"]
+    assert length_flags(unlimited, phi3) == ["--max-model-len", "64"]
 
 
 def test_an_adapter_that_vllm_has_no_room_for_is_named():

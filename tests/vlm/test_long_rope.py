@@ -1,6 +1,7 @@
 """LongRoPE: a run has one set of factors, in rows of any length, in the trainer and in every sampling back end."""
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine
+from rlkit.engines.distributed import init_distributed
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.plan.workload import longest_batch
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.runs import context_length, parse_options
-from rlkit.runs.models import check_rope_factors, shared_options
+from rlkit.runs import context_length, parse_options, teachers
+from rlkit.runs.models import build_scorer, check_rope_factors, shared_options
 from rlkit.vlm import encode_prompt, tiny_text_tokenizer
 from rlkit.vlm.long_rope import fix_rope_factors
 
@@ -136,9 +138,11 @@ def test_options_of_recipes_say_how_long_sequences_become(recipe, options, longe
             "vllm",
             32,
             40,
-            "^max_model_len: expected at most 32 in the sampler, got 40: phi3 has long .* and short ones in",
+            "^max_model_len: expected at most 32 in the sampler, got 40: phi3 uses long .* and short ones in",
         ),
-        ("vllm_server", 40, 32, "^max_model_len: expected more than 32 in the sampler, got 32: phi3 has short .* long"),
+        ("vllm_server", 40, [40, 128], None),
+        ("vllm_server", None, [32, 128], "^max_model_len: expected at most 32 in the sampler, got 128: phi3 uses long"),
+        ("vllm_server", 40, [128, 32], "^max_model_len: expected more than 32 in the sampler, got 32: phi3 .* short"),
         ("vllm", None, 40, "^max_model_len: expected at most 32 .* up to an unknown number of tokens"),
         ("sglang", 40, 128, "^rollout: expected vllm, vllm_server or hf .* 40 tokens of phi3, got sglang"),
     ],
@@ -146,7 +150,43 @@ def test_options_of_recipes_say_how_long_sequences_become(recipe, options, longe
 def test_a_sampler_with_other_factors_is_refused(rollout, longest, sampled, error):
     cfg, engine = SimpleNamespace(rollout=rollout), SimpleNamespace(config=phi3().config, longest_sequence=longest)
     sampler = SimpleNamespace() if sampled is None else SimpleNamespace(max_model_len=sampled)
+    if isinstance(sampled, list):
+        sampler = SimpleNamespace(max_model_len=min(sampled), context_lengths=sampled)
     if error is None:
         return check_rope_factors(cfg, engine, sampler)
     with pytest.raises(ValueError, match=error):
         check_rope_factors(cfg, engine, sampler)
+
+
+@pytest.mark.parametrize(
+    ("longest", "contexts", "wrong"), [(40, [40, 128], None), (40, [128, 32], 32), (32, [32], None), (32, [32, 40], 40)]
+)
+def test_servers_of_a_teacher_with_other_factors_are_refused(tmp_path, monkeypatch, longest, contexts, wrong):
+    tokenizer = tiny_text_tokenizer(["how many cats"])
+    phi3(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(teachers, "VllmTeacher", lambda **options: SimpleNamespace(context_lengths=contexts))
+    arguments = f"--teacher {tmp_path} --teacher_servers http://a --max_prompt_tokens {longest - 4} --max_new_tokens 4"
+    cfg, run = parse_options(load("distill").Config, "", arguments.split()), SimpleNamespace(out=tmp_path)
+    expected = pytest.raises(ValueError, match=f"^max_model_len: .*, got {wrong}: phi3") if wrong else nullcontext()
+    with expected:
+        teachers.build_teacher(cfg, run, [], tokenizer, SimpleNamespace(model_parallel_group=None))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--max_prompt_tokens 28 --max_new_tokens 4", "short LongRoPE factors, for sequences of up to 32 tokens"),
+        (
+            "--max_prompt_tokens 29 --max_new_tokens 4",
+            "long LongRoPE factors, for sequences of up to 33 tokens (short ones: up to 32)",
+        ),
+    ],
+)
+def test_the_factors_of_a_run_are_printed_at_its_start(tmp_path, capsys, options, said):
+    tokenizer = tiny_text_tokenizer(["how many cats"])
+    phi3(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    cfg = parse_options(load("evaluate").Config, "", options.split())
+    init_distributed("cpu")
+    build_scorer(cfg, str(tmp_path), tokenizer)
+    assert f"{tmp_path}: {said}\n" in capsys.readouterr().out

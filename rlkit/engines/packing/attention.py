@@ -270,7 +270,7 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False, longes
     Args:
         model: from transformers.
         packed: raise now if the rows of this family cannot be packed.
-        longest_sequence: of the run, by which a model with LongRoPE is given its factors.
+        longest_sequence: of the run; decides which LongRoPE factors the model uses.
     """
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _packed_attention_mask)

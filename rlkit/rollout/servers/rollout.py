@@ -122,7 +122,8 @@ class ServerRollout(ABC):
             error = caught
         _raise_on_all_ranks(error)
         handshakes = self.pool.run(self._handshake_all())
-        self.max_model_len = min(max_model_len for max_model_len, _ in handshakes)
+        self.context_lengths = [max_model_len for max_model_len, _ in handshakes]  # of each server
+        self.max_model_len = min(self.context_lengths)
         self.weight_dtype = self.weight_dtype or common_dtype(server.dtype for server in self.pool.servers)
         # version of the weights that all servers sample with, and of those that were sent last
         self.version = self.sent_version = max(version for _, version in handshakes)

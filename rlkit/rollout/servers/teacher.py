@@ -83,7 +83,8 @@ class VllmTeacher:
             store=store_of_ranks(),
             rank_and_ranks=(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1),
         )
-        self.max_model_len = min(self.pool.run(self._handshake_all(connect_timeout, top_k)))
+        self.context_lengths = self.pool.run(self._handshake_all(connect_timeout, top_k))  # of each server
+        self.max_model_len = min(self.context_lengths)
 
     def infer_batch(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """`logprobs` [B, T] of the samples' tokens, 0 where their mask is False, as an engine's `infer_batch`."""

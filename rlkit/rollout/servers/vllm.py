@@ -40,7 +40,7 @@ from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, version_n
 from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
 from rlkit.rollout.vllm import SUPPORTED_RANGE, is_supported
-from rlkit.rollout.vllm_families import NEED_OWN_MODEL, check_weight_updates_work
+from rlkit.rollout.vllm_families import NEED_OWN_MODEL, check_weight_updates_work, check_windows_work
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_server_media,
@@ -223,6 +223,7 @@ class VllmServerRollout(ServerRollout):
             raise ValueError(f"{server.url}: expected vLLM {SUPPORTED_RANGE}, got {version}")
         if PurePath(card["id"]).name != PurePath(self.model).name:
             raise ValueError(f"{server.url}: expected the model {self.model!r}, got {card['id']!r}")
+        check_windows_work(self.config, card["max_model_len"])
         if not paused:
             await self._check_logprobs(server)
         server.dtype, server.device = await self._dtype_and_device(server)
