@@ -14,7 +14,9 @@ from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.packing.attention import use_packed_attention
+from rlkit.mismatch.__main__ import main as mismatch
 from rlkit.plan.workload import longest_batch
+from rlkit.replay.bundles import Bundle, Draw, write_bundle
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.runs import context_length, parse_options, teachers
 from rlkit.runs.models import build_scorer, check_rope_factors, shared_options
@@ -190,3 +192,18 @@ def test_the_factors_of_a_run_are_printed_at_its_start(tmp_path, capsys, options
     init_distributed("cpu")
     build_scorer(cfg, str(tmp_path), tokenizer)
     assert f"{tmp_path}: {said}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "differs"), [({"max_prompt_tokens": 36, "max_new_tokens": 4}, 0), ({}, 1)])
+def test_the_mismatch_of_a_bundle_is_measured_with_the_factors_of_its_run(tmp_path, options, differs):
+    tokenizer = tiny_text_tokenizer(["how many cats are there? three"])
+    model = phi3(vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine = make_engine("fsdp2", model=model, longest_sequence=40, device="cpu")
+    prompt = encode_prompt(tokenizer, {"question": "how many cats"})
+    samples = make_rollout("hf", engine.gathered, processor=tokenizer).generate([prompt], Sampling(4))
+    write_bundle(tmp_path / "step_0", Bundle(0, options=options, draws=[Draw(samples)]))
+    with pytest.raises(SystemExit) as end:
+        mismatch([str(tmp_path / "model"), "--rollout", "hf", "--bundle", str(tmp_path / "step_0")])
+    assert end.value.code == differs
