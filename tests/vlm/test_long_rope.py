@@ -81,6 +81,18 @@ def test_rows_that_are_too_long_for_short_factors_are_refused(way):
         all_at_once(model, rows, torch.ones(rows.tokens.shape), WAYS[way])
 
 
+def test_a_row_one_longer_keeps_the_scale_of_phimoe():
+    """Its last token is read by nothing, but transformers would scale the queries and keys of all by `long_mscale`."""
+    rope = {**ROPE, "short_mscale": 1.2, "long_mscale": 3.0}
+    model, rows = text_model("phimoe", {"rope_parameters": rope, "num_local_experts": 4}), rows_of([20, 33])
+    same = text_model("phimoe", {"rope_parameters": {**rope, "long_mscale": 1.2}, "num_local_experts": 4})
+    weights = torch.ones(rows.tokens.shape)
+    use_packed_attention(model)
+    found, expected = all_at_once(model, rows, weights, WAYS["packed"]), one_at_a_time(same, rows, weights)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
+    assert model.config.rope_parameters["long_mscale"] == 3.0
+
+
 @pytest.mark.parametrize("longest", [32, 60])
 def test_the_sampler_hf_has_the_factors_of_its_trainer(longest):
     """Some rows end before the length up to which transformers has short factors, others after it."""
