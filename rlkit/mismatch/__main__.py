@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from rlkit.replay.bundles import read_bundle
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.runs.command_line import command_parser
 from rlkit.runs.start import one_sentence_errors
+from rlkit.runs.vllm_options import longest_row
 from rlkit.vlm import encode_prompt, load_model, load_processor, suppressed_token_ids
+from rlkit.vlm.long_rope import has_long_factors
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
@@ -61,16 +64,20 @@ def run(options: Any) -> list[Part]:
     Raises:
         ValueError: the model, task or bundle cannot be used.
     """
-    sample, temperature = None, options.temperature
+    sample, temperature, longest = None, options.temperature, None
     if options.bundle:  # before the model is loaded, so that a bad bundle is reported at once
-        sample, temperature = _first_answer(options.bundle)
+        sample, temperature, longest = _first_answer(options.bundle)
     processor = load_processor(options.model)
     model = load_model(options.model)
     dtype = None if options.compute_dtype == "auto" else getattr(torch, options.compute_dtype)
     suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
     common = {"temperature": temperature, "suppressed_token_ids": suppressed, "compute_dtype": dtype}
-    engine = make_engine("fsdp2", "language_model", model=model, processor=processor, **common)
+    engine = make_engine(
+        "fsdp2", "language_model", model=model, processor=processor, longest_sequence=longest, **common
+    )
     more: dict[str, Any] = {} if options.rollout == "hf" else {"enforce_eager": True}
+    if options.rollout == "vllm" and has_long_factors(model.config, longest):
+        more["max_model_len"] = longest
     rollout = make_rollout(options.rollout, engine.gathered, model=options.model, processor=processor, **more)
     if sample is None:
         prompt = encode_prompt(processor, load_task(options.task).train[0])
@@ -86,14 +93,15 @@ def run(options: Any) -> list[Part]:
     return compare_parts(sampler, trainer, sample, engine, logprobs, tolerance)
 
 
-def _first_answer(bundle: str) -> tuple[Sample, float]:
-    """The first answer of a bundle, and the temperature that it was sampled at."""
+def _first_answer(bundle: str) -> tuple[Sample, float, int | None]:
+    """The first answer of a bundle, the temperature that it was sampled at, and `longest_row` of the run's options."""
     saved = read_bundle(bundle, updates=False)
     if saved.origin != "rlkit":
         raise ValueError(f"bundle {bundle!r}: expected one of a recipe, got one converted from {saved.origin}")
     for draw in saved.draws:
         if draw.samples:
-            return draw.samples[0], draw.sampling.get("temperature", 1.0)
+            longest = longest_row(SimpleNamespace(**saved.options))
+            return draw.samples[0], draw.sampling.get("temperature", 1.0), longest
     raise ValueError(f"bundle {bundle!r}: expected answers, got none")
 
 

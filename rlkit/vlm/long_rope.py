@@ -9,6 +9,7 @@ its run is longer than the original length, else short ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from rlkit.vlm.families import length_dependent_rope
@@ -103,3 +104,7 @@ def fix_rope_factors(model: Any, longest_sequence: int | None) -> None:
         length, device = original + is_long, embedding.inv_freq.device
         embedding.inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](embedding.config, device, seq_len=length)
         embedding.rope_type = FIXED
+        if family == "phimoe":  # its forward chooses one of two scales by the longest row; the model's config stays
+            embedding.config = deepcopy(embedding.config)
+            rope = embedding.config.rope_parameters
+            rope["long_mscale"] = rope["short_mscale"]

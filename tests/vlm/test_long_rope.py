@@ -14,7 +14,9 @@ from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.packing.attention import use_packed_attention
+from rlkit.mismatch.__main__ import main as mismatch
 from rlkit.plan.workload import longest_batch
+from rlkit.replay.bundles import Bundle, Draw, write_bundle
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.runs import context_length, parse_options, teachers
 from rlkit.runs.models import build_scorer, check_rope_factors, shared_options
@@ -77,6 +79,18 @@ def test_rows_that_are_too_long_for_short_factors_are_refused(way):
     expected = "^lengths: expected at most 32 tokens in a sequence of phi3 with LongRoPE's short .*, got 34; .* say how"
     with pytest.raises(ValueError, match=expected):
         all_at_once(model, rows, torch.ones(rows.tokens.shape), WAYS[way])
+
+
+def test_a_row_one_longer_keeps_the_scale_of_phimoe():
+    """Its last token is read by nothing, but transformers would scale the queries and keys of all by `long_mscale`."""
+    rope = {**ROPE, "short_mscale": 1.2, "long_mscale": 3.0}
+    model, rows = text_model("phimoe", {"rope_parameters": rope, "num_local_experts": 4}), rows_of([20, 33])
+    same = text_model("phimoe", {"rope_parameters": {**rope, "long_mscale": 1.2}, "num_local_experts": 4})
+    weights = torch.ones(rows.tokens.shape)
+    use_packed_attention(model)
+    found, expected = all_at_once(model, rows, weights, WAYS["packed"]), one_at_a_time(same, rows, weights)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
+    assert model.config.rope_parameters["long_mscale"] == 3.0
 
 
 @pytest.mark.parametrize("longest", [32, 60])
@@ -190,3 +204,18 @@ def test_the_factors_of_a_run_are_printed_at_its_start(tmp_path, capsys, options
     init_distributed("cpu")
     build_scorer(cfg, str(tmp_path), tokenizer)
     assert f"{tmp_path}: {said}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "differs"), [({"max_prompt_tokens": 36, "max_new_tokens": 4}, 0), ({}, 1)])
+def test_the_mismatch_of_a_bundle_is_measured_with_the_factors_of_its_run(tmp_path, options, differs):
+    tokenizer = tiny_text_tokenizer(["how many cats are there? three"])
+    model = phi3(vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine = make_engine("fsdp2", model=model, longest_sequence=40, device="cpu")
+    prompt = encode_prompt(tokenizer, {"question": "how many cats"})
+    samples = make_rollout("hf", engine.gathered, processor=tokenizer).generate([prompt], Sampling(4))
+    write_bundle(tmp_path / "step_0", Bundle(0, options=options, draws=[Draw(samples)]))
+    with pytest.raises(SystemExit) as end:
+        mismatch([str(tmp_path / "model"), "--rollout", "hf", "--bundle", str(tmp_path / "step_0")])
+    assert end.value.code == differs
