@@ -15,7 +15,7 @@ from rlkit.runs.options import GivenAnswerOptions
 from rlkit.runs.vllm_options import longest_answer, longest_row
 from rlkit.vlm.families import PATCH_ROW_FAMILIES, numbers_per_patch
 from rlkit.vlm.loading import has_vision
-from rlkit.vlm.long_rope import context_length
+from rlkit.vlm.long_rope import usable_context
 
 TEXT_BESIDE_IMAGE = 64  # text tokens of a prompt with an image, unless --image_tokens is given
 
@@ -85,7 +85,7 @@ def longest_batch(
     Raises:
         ValueError: rows are longer than the model's context, or a prompt has more image tokens than tokens.
     """
-    context = context_length(config, longest_row(cfg))
+    context = usable_context(config, longest_row(cfg))
     if hasattr(cfg, "max_prompt_tokens"):
         answer = longest_answer(cfg)
         length = cfg.max_prompt_tokens or context - (answer or context // 2)
@@ -119,7 +119,7 @@ def with_limited_rows(cfg: Any, config: Any) -> Any:
     than a quarter of a micro-batch, a prompt with its images gets a quarter all the same, and such a row is longer than
     a micro-batch. The same holds for answers of episodes after long prompts.
     """
-    context, budget = context_length(config, longest_row(cfg)), cfg.micro_batch_tokens
+    context, budget = usable_context(config, longest_row(cfg)), cfg.micro_batch_tokens
     tokens = min(context, budget)
 
     def left_by(taken: int) -> int:

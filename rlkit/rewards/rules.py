@@ -156,7 +156,7 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
 
     Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas between
     thousands are left out, units are not looked at. The numbers of a fraction, such as 1/2, (1)/(2), ½ or \frac{1}{2},
-    do not count; nor does a number before it, as in 2 1/2, or one that no space, comma or equals sign separates from it.
+    do not count; nor does a number before it, as in 2 1/2, or one without a space, comma or equals sign between.
     relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
     """
 

@@ -94,8 +94,7 @@ class VllmRollout:
         **options: Any,
     ) -> None:
         self.processor, self.version, self.asleep = processor, 0, False
-        self.lora_request, self.weights_replaced = None, False
-        self.on_gpu = torch.cuda.is_available()
+        self.lora_request, self.weights_replaced, self.on_gpu = None, False, torch.cuda.is_available()
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
             raise ValueError(
@@ -138,10 +137,10 @@ class VllmRollout:
         tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
         check_suppressed_token_ids(self.suppressed_token_ids)
-        generation_config = self.llm.model_config.try_get_generation_config()
-        self.end_token_ids = end_token_ids(tokenizer, generation_config.get("eos_token_id"))
-        self.max_model_len = self.llm.model_config.max_model_len
-        self.takes_prepared = self.group is None and takes_prepared(self.llm.model_config)
+        started = self.llm.model_config
+        self.end_token_ids = end_token_ids(tokenizer, started.try_get_generation_config().get("eos_token_id"))
+        self.max_model_len = started.max_model_len
+        self.takes_prepared = self.group is None and takes_prepared(started)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load (HF name, full tensor) of every parameter, one at a time; all ranks iterate together.

@@ -19,7 +19,7 @@ from rlkit.runs.sampling import Prompts, encode_share, encoder_for
 from rlkit.runs.totals import totals
 from rlkit.tracking import Run
 from rlkit.vlm import encode_answers, encode_chat
-from rlkit.vlm.long_rope import context_length
+from rlkit.vlm.long_rope import usable_context
 
 RowEncoder = Callable[[Iterable[tuple[int, Any]]], "GivenAnswers"]
 
@@ -83,7 +83,7 @@ def chat_encoder(
 
 
 def _most_tokens(cfg: GivenAnswerOptions, engine: Any) -> int:
-    return cfg.max_tokens or context_length(engine.config)
+    return cfg.max_tokens or usable_context(engine.config)
 
 
 def _given_answers(rows: Sequence[tuple[Sample, list[Sample], list[Sample]]], skipped: list[str]) -> GivenAnswers:

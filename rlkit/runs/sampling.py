@@ -18,7 +18,7 @@ from rlkit.runs.models import sync_check_dtype
 from rlkit.runs.options import sends_adapters
 from rlkit.runs.rollouts import SavedRollouts, record_draw
 from rlkit.tracking import Run
-from rlkit.vlm.long_rope import context_length as of_config
+from rlkit.vlm.long_rope import usable_context
 from rlkit.vlm.prompt_workers import PromptEncoder, PromptWorkerError
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def compute_dtype(engine: Any) -> torch.dtype | None:
 
 def context_length(engine: Any, rollout: Any) -> int:
     """Maximum number of tokens of a prompt and its answer: the context of the model, or of the sampler if smaller."""
-    of_model = of_config(engine.config, getattr(engine, "longest_sequence", None))
+    of_model = usable_context(engine.config, getattr(engine, "longest_sequence", None))
     return min(of_model, getattr(rollout, "max_model_len", of_model))
 
 

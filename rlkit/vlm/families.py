@@ -135,6 +135,20 @@ def checkpoint_name(family: str, name: str) -> str:
     return f"thinker.{name}" if family in WHOLE_MODELS else name
 
 
+def square_experts(config: Any) -> str | None:
+    """The expert matrix that is square, in a family whose files hold experts transposed; None for none.
+
+    transformers transposes a matrix that has another shape in the files than in the model, vLLM every one. They would
+    read different experts from a file with square ones. No published model has them.
+    """
+    if config.model_type not in TRANSPOSED_EXPERTS:
+        return None
+    text = config.get_text_config()
+    shapes = {"gate_up_proj": 2 * text.moe_intermediate_size, "down_proj": text.moe_intermediate_size}
+    square = next((name for name, rows in shapes.items() if rows == text.hidden_size), None)
+    return square and f"{square} of {text.hidden_size} x {text.hidden_size}"
+
+
 def packing_obstacle(model: Any) -> str | None:
     """Why this model would compute wrong results on packed sequences; None if it would not."""
     decoder, kinds = model.get_decoder(), set(layer_types(model.config))

@@ -46,7 +46,7 @@ def factors_sentence(config: Any, longest_sequence: int | None) -> str | None:
     return f"short LongRoPE factors, for sequences of up to {original} tokens"
 
 
-def context_length(config: Any, longest_sequence: int | None = None) -> int:
+def usable_context(config: Any, longest_sequence: int | None = None) -> int:
     """Most tokens that a model computes in a sequence: with LongRoPE's short factors the original length.
 
     Args:

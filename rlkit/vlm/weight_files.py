@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.vlm.families import TRANSPOSED_EXPERTS
+from rlkit.vlm.families import square_experts
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model"  # .bin, or the parts of an index
@@ -86,7 +86,7 @@ def check_trainable(path: str, config: Any) -> None:
 
     Raises:
         ValueError: adapters, two sets of weights, or quantized weights; it says what to do. Square experts of a family
-            of `TRANSPOSED_EXPERTS`.
+            of `rlkit.vlm.families.TRANSPOSED_EXPERTS`.
     """
     if square := square_experts(config):
         raise ValueError(
@@ -105,20 +105,6 @@ def check_trainable(path: str, config: Any) -> None:
     if method := quantization_method(config):
         raise ValueError(quantized_message(path, method))
     check_dtypes(path)
-
-
-def square_experts(config: Any) -> str | None:
-    """The expert matrix that is square, in a family whose files hold experts transposed; None for none.
-
-    transformers transposes a matrix that has another shape in the files than in the model, vLLM every one. They would
-    read different experts from a file with square ones. No published model has them.
-    """
-    if config.model_type not in TRANSPOSED_EXPERTS:
-        return None
-    text = config.get_text_config()
-    shapes = {"gate_up_proj": 2 * text.moe_intermediate_size, "down_proj": text.moe_intermediate_size}
-    square = next((name for name, rows in shapes.items() if rows == text.hidden_size), None)
-    return square and f"{square} of {text.hidden_size} x {text.hidden_size}"
 
 
 def check_dtypes(path: str) -> None:

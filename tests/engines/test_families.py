@@ -432,13 +432,20 @@ def test_a_model_whose_attention_cannot_be_set_is_refused():
         use_packed_attention(model, packed=True)
 
 
+CHANGES_LOGITS = frozenset(
+    """cohere cohere2 cohere2_moe gemma2 gemma3n_text granite granite_swa granitemoe granitemoe_swa granitemoeshared
+    hyperclovax minicpm3 nanochat vaultgemma""".split()
+)  # after the output layer; minicpm3 scales hidden states before it
+
+
 @pytest.mark.parametrize("family", TEXT)
 def test_logits_are_those_of_the_output_layer_where_fused_kernels_are_allowed(family):
     """Fused kernels compute logits from the output layer's inputs and its weight."""
     model, outputs = text_model(family, TEXT[family], "eager"), []
     model.get_output_embeddings().register_forward_hook(lambda module, args, output: outputs.append(output))
     logits = model(torch.tensor([[5, 6, 7]]), use_cache=False).logits
-    assert head_obstacle(model.config) or torch.equal(logits, outputs[0])
+    assert bool(head_obstacle(model.config)) == (family in CHANGES_LOGITS)
+    assert torch.equal(logits, outputs[0]) == (family not in CHANGES_LOGITS - {"minicpm3"})
 
 
 @pytest.mark.parametrize(

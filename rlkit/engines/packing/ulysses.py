@@ -66,10 +66,8 @@ def apply_ulysses(model: Any, size: int, device: torch.device, *, packed: bool) 
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {str(one.get("rope_type")) for one in (rope, *rope.values()) if isinstance(one, dict)}
     if changing := sorted(kinds & {"dynamic", "longrope"}):
-        raise ValueError(
-            f"{name}: expected 1 for {text.model_type}, whose RoPE ({changing[0]}) depends on the longest position, "
-            f"got {size}"
-        )
+        why = "depends on the longest position" if changing[0] == "dynamic" else "was not tested with shared rows"
+        raise ValueError(f"{name}: expected 1 for {text.model_type}, whose RoPE ({changing[0]}) {why}, got {size}")
     if model.config.model_type in VISION_EXPERT_FAMILIES:
         raise ValueError(
             f"{name}: expected 1 for {model.config.model_type}, whose experts for images have no gradient on a rank "
