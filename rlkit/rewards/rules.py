@@ -155,8 +155,7 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
     r"""1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
 
     Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas between
-    thousands are left out, units are not looked at. The numbers of a fraction, such as 1/2, (1)/(2), ½ or \frac{1}{2},
-    do not count; nor does a number before it, as in 2 1/2, or one without a space, comma or equals sign between.
+    thousands are left out, units are not looked at. The numbers of a fraction, 1/2 or \frac{1}{2}, do not count.
     relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
     """
 
@@ -172,32 +171,11 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
 
 
 def _numbers(text: str) -> list[float]:
-    number = r"(?<![\w./])[-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+"
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", _plain_fractions(text).replace("−", "-"))
-    text = re.sub(r"(?<=[\d)\]}])\s*[/⁄]\s*(?=[-+.\d(\[{])", "/", text)
-    fraction = re.compile(r"[\d)\]}]/[-+.\d(\[{]|[¼-¾⅐-⅞]")
-    words = (m[0] for m in re.finditer(r"[^\s=≈,;:]+|[\s=≈,;:]+", text))
-    text = "".join("/" if fraction.search(word) else word for word in words)
-    return [float(found) for found in re.findall(number, re.sub(rf"{number}\s++/", " ", text))]
-
-
-def _plain_fractions(text: str) -> str:
-    r"""The text with 1/1 in place of each \frac, \dfrac, \tfrac and \cfrac and its two arguments."""
-    kept, end = [], 0
-    while found := re.compile(r"\\[dtc]?frac").search(text, end):
-        kept += [text[end : found.start()], "1/1"]
-        end = _end_of_argument(text, _end_of_argument(text, found.end()))
-    return "".join([*kept, text[end:]])
-
-
-def _end_of_argument(text: str, start: int) -> int:
-    """Where an argument of a TeX command ends: a group in braces, or one character."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth <= 0 and not text[i].isspace():
-            return i + 1
-    return len(text)
+    number = r"[-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+"
+    part = r"\s*(?:\d|\{(?:[^{}]|\{[^{}]*\})*\})"  # of \frac: a digit, or braces with braces inside
+    fraction = rf"\\[dtc]?frac{part}{part}|(?<![\w.]){number}(?:\s*/\s*{number})+"
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
+    return [float(found) for found in re.findall(rf"(?<![\w./]){number}", re.sub(fraction, " ", text))]
 
 
 def squad_normalise(text: str) -> str:

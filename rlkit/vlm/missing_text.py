@@ -6,7 +6,7 @@ import json
 import re
 from bisect import bisect, insort
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any, NamedTuple
 
 from rlkit.data.messages import THINKING_FIELDS, Message, parts_of, thinking_of
@@ -42,11 +42,11 @@ def missing_text(
         processor: for its chat template, of which the message gives advice.
         name: what the error calls the message, if there is one only.
     """
-    groups = [_groups(one, i, thinking_tags, is_last=i + 1 == len(messages)) for i, one in enumerate(messages)]
+    pieces = [_pieces(one, i, thinking_tags, is_last=i + 1 == len(messages)) for i, one in enumerate(messages)]
     lost = []
     for in_any_order in (False, True):
         for order in _orders(messages):
-            found = _first_lost(text, [_joined(groups, block) for block in _blocks(messages, order)], in_any_order)
+            found = _first_lost(text, [_joined(pieces, block) for block in _blocks(messages, order)], in_any_order)
             if found is None:
                 return None
             if order == [*range(len(messages))]:
@@ -85,17 +85,17 @@ def _blocks(messages: Sequence[Message], order: Sequence[int]) -> Iterator[list[
     yield block
 
 
-def _joined(groups: Sequence[list[list[Piece]]], block: Sequence[int]) -> list[list[Piece]]:
-    return [*chain.from_iterable(groups[i] for i in block)]
+def _joined(pieces: Sequence[list[Piece]], block: Sequence[int]) -> list[Piece]:
+    return [*chain.from_iterable(pieces[i] for i in block)]
 
 
-def _first_lost(text: str, blocks: Sequence[list[list[Piece]]], in_any_order: bool) -> Piece | None:
+def _first_lost(text: str, blocks: Sequence[list[Piece]], in_any_order: bool) -> Piece | None:
     """The first piece that does not follow those of earlier blocks."""
     start = 0
-    for groups in blocks:
-        found = [_end_in_order(text, groups, start)]
-        if in_any_order and len(groups) > 1:
-            found.append(_end_in_any_order(text, groups, start))
+    for pieces in blocks:
+        found = [_end_in_order(text, pieces, start)]
+        if in_any_order:
+            found.append(_end_in_any_order(text, pieces, start))
         ends = [end for end in found if isinstance(end, int)]
         if not ends:
             (*_, lost) = found
@@ -104,9 +104,9 @@ def _first_lost(text: str, blocks: Sequence[list[list[Piece]]], in_any_order: bo
     return None
 
 
-def _end_in_order(text: str, groups: Sequence[Sequence[Piece]], start: int) -> int | Piece:
+def _end_in_order(text: str, pieces: Sequence[Piece], start: int) -> int | Piece:
     """Where the last of the pieces ends, or the first that does not follow the one before it."""
-    for piece in chain.from_iterable(groups):
+    for piece in pieces:
         found = _find(text, piece.value, start)
         if found is None:
             return piece
@@ -114,25 +114,21 @@ def _end_in_order(text: str, groups: Sequence[Sequence[Piece]], start: int) -> i
     return start
 
 
-def _end_in_any_order(text: str, groups: Sequence[Sequence[Piece]], start: int) -> int | Piece:
-    """Where the last of the groups ends, or the first lost piece; within a group the order stays.
+def _end_in_any_order(text: str, pieces: Sequence[Piece], start: int) -> int | Piece:
+    """Where the last of the pieces ends, or the first that has no place of its own.
 
-    Longer groups are looked up first, as their texts may contain shorter ones.
+    Longer pieces are looked up first, as they may contain shorter ones.
     """
     taken: list[tuple[int, int]] = []
-    last: dict[str, int] = {}  # equal groups need not search the same places again
-    for group in sorted(groups, key=lambda group: -sum(len(str(piece.value)) for piece in group)):
-        at = last.get(repr(group[0].value), start)
-        for n, piece in enumerate(group):
-            found = _find(text, piece.value, at)
-            while found is not None and (other := _overlapping(taken, found)):
-                found = _find(text, piece.value, other[1])
-            if found is None:
-                return piece
-            insort(taken, found)
-            at = found[1]
-            if n == 0:
-                last[repr(piece.value)] = at
+    last: dict[str, int] = {}  # equal pieces need not search the same places again
+    for piece in sorted(pieces, key=lambda piece: -len(str(piece.value))):
+        found = _find(text, piece.value, last.get(repr(piece.value), start))
+        while found is not None and (other := _overlapping(taken, found)):
+            found = _find(text, piece.value, other[1])
+        if found is None:
+            return piece
+        insort(taken, found)
+        last[repr(piece.value)] = found[1]
     return max((end for _, end in taken), default=start)
 
 
@@ -162,14 +158,13 @@ def _written_forms(value: Any) -> list[str]:
     return [*{str(value), *(one[1:-1] for one in quoted)}]
 
 
-def _groups(message: Message, index: int, thinking_tags: tuple[str, str], *, is_last: bool) -> list[list[Piece]]:
-    """The pieces of a message, in groups whose order a template keeps."""
-    groups = [[(field, value) for value in values] for field, values in _values(message, thinking_tags, is_last)]
-    return [[Piece(index, field, value) for field, value in group] for group in groups if group]
+def _pieces(message: Message, index: int, thinking_tags: tuple[str, str], *, is_last: bool) -> list[Piece]:
+    """The pieces of a message, in the order of most templates."""
+    return [Piece(index, field, one) for field, values in _values(message, thinking_tags, is_last) for one in values]
 
 
 def _values(message: Message, thinking_tags: tuple[str, str], is_last: bool) -> Iterator[tuple[str, list[Any]]]:
-    """(field, values) of the groups of a message."""
+    """(field, values) of the parts of a message."""
     texts = [part["text"] for part in parts_of(message) if part["type"] == "text"]
     pattern = "/(?:no_?)?think|/system_override"  # which SmolLM3's template removes from a system message
     if message["role"] == "assistant":
@@ -183,8 +178,7 @@ def _values(message: Message, thinking_tags: tuple[str, str], is_last: bool) -> 
     yield "content", _stripped([piece for text in texts for piece in re.split(pattern, text)])
     for call in message.get("tool_calls") or ():
         function = call.get("function") or call
-        for leaves in ([function["name"]], *_leaves(function["arguments"])):
-            yield "tool_calls", _stripped(leaves)
+        yield "tool_calls", _stripped([function["name"], *_leaves(function["arguments"])])
 
 
 def _stripped(values: Sequence[Any]) -> list[Any]:
@@ -193,21 +187,18 @@ def _stripped(values: Sequence[Any]) -> list[Any]:
     return [value for value in stripped if value != ""]
 
 
-def _leaves(found: Any) -> Iterator[list[Any]]:
-    """Keys and values in groups: templates may sort the keys of an object, and keep the order of a list."""
+def _leaves(found: Any) -> Iterator[Any]:
+    """The keys and values of arguments."""
     if isinstance(found, Mapping):
         for key, value in found.items():
             if value is not None:  # tables have None in place of arguments that a call lacks
-                first, *others = [*_leaves(value)] or [[]]
-                yield [key, *first]
-                yield from others
+                yield key
+                yield from _leaves(value)
     elif isinstance(found, list | tuple):
-        plain = [*takewhile(lambda one: not isinstance(one, Mapping | list | tuple), found)]
-        yield plain
-        for one in found[len(plain) :]:
+        for one in found:
             yield from _leaves(one)
     else:
-        yield [found]
+        yield found
 
 
 def _advice(processor: Any, text: str, message: Message, piece: Piece) -> str:

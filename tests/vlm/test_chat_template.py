@@ -523,6 +523,25 @@ def test_a_loss_does_not_hide_in_what_the_template_writes_elsewhere():
     assert "messages[1].content" in lost(lambda chat: in_order(chat[:1]), padded)
 
 
+def test_calls_that_share_an_argument_are_found_in_any_order():
+    """Each has its own place, though the longer city comes last."""
+    chat = [
+        user("Q"),
+        calls({"city": "Rome"}, {"city": "Paris"}, content="I ask."),
+        tool("warm"),
+        tool("cold"),
+        user("so"),
+    ]
+    one, two = ("{'city': 'Rome'}", "{'city': 'Paris'}")
+    for body in (
+        f"{one} add {two} add I ask. warm cold",  # arguments before names, content after the calls
+        f"I ask. add {one} warm add {two} cold",  # a result after each call
+    ):
+        assert lost(lambda _, body=body: f"Q {body} so", chat) is None
+        for word in ("Rome", "Paris", "warm", "cold", "I ask."):
+            assert lost(lambda _, body=body, word=word: f"Q {body} so".replace(word, ""), chat), (body, word)
+
+
 def test_what_templates_move_is_found():
     chat = [
         system("Be short."),
