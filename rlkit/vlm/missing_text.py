@@ -43,16 +43,16 @@ def missing_text(
         name: what the error calls the message, if there is one only.
     """
     pieces = [_pieces(one, i, thinking_tags, is_last=i + 1 == len(messages)) for i, one in enumerate(messages)]
-    lost = []
+    missing = []
     for in_any_order in (False, True):
         for order in _orders(messages):
             found = _first_lost(text, [_joined(pieces, block) for block in _blocks(messages, order)], in_any_order)
             if found is None:
                 return None
             if order == [*range(len(messages))]:
-                lost.append(found)
-    is_absent = _find(text, lost[0].value, 0) is None
-    piece = lost[0] if is_absent else lost[1]
+                missing.append(found)
+    is_absent = _find(text, missing[0].value, 0) is None
+    piece = missing[0] if is_absent else missing[1]
     where = name if name and len(messages) == 1 else f"messages[{piece.message_index}]"
     one = messages[piece.message_index]
     return (
@@ -98,8 +98,8 @@ def _first_lost(text: str, blocks: Sequence[list[Piece]], in_any_order: bool) ->
             found.append(_end_in_any_order(text, pieces, start))
         ends = [end for end in found if isinstance(end, int)]
         if not ends:
-            (*_, lost) = found
-            return lost if isinstance(lost, Piece) else None
+            (*_, missing) = found
+            return missing if isinstance(missing, Piece) else None
         start = min(ends)
     return None
 

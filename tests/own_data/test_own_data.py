@@ -22,7 +22,7 @@ COLOURS = {(200, 30, 30): 0, (30, 160, 60): 1, (40, 60, 200): 2}  # of the pictu
 TOOLS = (  # as Qwen's templates write them
     "{% if tools %}<|im_start|>system\n{% for t in tools %}TOOL {{ t.function.name }}\n{% endfor %}<|im_end|>\n"
     "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }} {{ c.function.arguments.town }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }} town={{ c.function.arguments.town }}{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -105,7 +105,7 @@ PROMPTS = {
         "exact",
         turn("system", "TOOL weather\n")
         + turn("user", "Is it warm in Rome?")
-        + turn("assistant", "CALL weather Rome")
+        + turn("assistant", "CALL weather town=Rome")
         + turn("tool", "31 degrees")
         + "<|im_start|>assistant\n",
         [],
@@ -118,7 +118,7 @@ PROMPTS = {
         turn("system", "TOOL weather\n")
         + turn("system", "Use tools.")
         + turn("user", "Is it warm in Rome?")
-        + turn("assistant", "CALL weather Rome")
+        + turn("assistant", "CALL weather town=Rome")
         + turn("tool", "31 degrees")
         + "<|im_start|>assistant\n",
         [],

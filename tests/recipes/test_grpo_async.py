@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine
@@ -171,7 +172,7 @@ def test_options_of_the_back_end_count_for_a_server_that_the_recipe_starts(tmp_p
     monkeypatch.setattr(recipe, "serving", lambda *args, **options: nullcontext({"http://localhost:1": None}))
     cfg = recipe.Config(rollout_options={"max_sequences": "32", "timeout": "5"})
     run = SimpleNamespace(writes=True, out=tmp_path, print=lambda text: None)
-    engine = SimpleNamespace(model_parallel_group=None, gathered=None)
+    engine = SimpleNamespace(model_parallel_group=None, gathered=None, config=LlamaConfig())
     with ExitStack() as stack:
         recipe.build_server_rollout(cfg, run, "model", None, engine, stack)
     assert made["urls"] == ("http://localhost:1",) and made["transfer"] == "gloo"

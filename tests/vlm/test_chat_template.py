@@ -484,7 +484,7 @@ def test_calls_of_tools_appear_or_are_refused(tiny_dir, written):
     assert refusal(reader(tiny_dir, PLAIN), later).startswith("row 6: messages[1].tool_calls: expected")
 
 
-def lost(template, messages):
+def left_out(template, messages):
     """The error for messages that a template, a function of them, leaves out; None if it has all."""
     return missing_text(None, template(messages), messages, ("<think>", "</think>"))
 
@@ -513,14 +513,14 @@ def in_order(messages):
 
 def test_a_loss_does_not_hide_in_what_the_template_writes_elsewhere():
     chat = [system("Be short."), user("Is it 8 or 9?"), calls({"a": 7, "b": 1}), tool("8"), assistant("It is eight.")]
-    assert lost(in_order, chat) is None
+    assert left_out(in_order, chat) is None
     for gone, field in ((3, "content"), (2, "tool_calls")):
-        found = lost(lambda chat, gone=gone: in_order(chat[:gone] + chat[gone + 1 :]), chat)
+        found = left_out(lambda chat, gone=gone: in_order(chat[:gone] + chat[gone + 1 :]), chat)
         assert found.startswith(f"messages[{gone}].{field}: expected") and "in its place; " in found
     padded = [system("Say 5."), user("5           ")]
-    assert lost(in_order, padded) is None
-    assert lost(in_order, [user("5           "), assistant("Say 5."), user("5")]) is None
-    assert "messages[1].content" in lost(lambda chat: in_order(chat[:1]), padded)
+    assert left_out(in_order, padded) is None
+    assert left_out(in_order, [user("5           "), assistant("Say 5."), user("5")]) is None
+    assert "messages[1].content" in left_out(lambda chat: in_order(chat[:1]), padded)
 
 
 def test_calls_that_share_an_argument_are_found_in_any_order():
@@ -537,9 +537,9 @@ def test_calls_that_share_an_argument_are_found_in_any_order():
         f"{one} add {two} add I ask. warm cold",  # arguments before names, content after the calls
         f"I ask. add {one} warm add {two} cold",  # a result after each call
     ):
-        assert lost(lambda _, body=body: f"Q {body} so", chat) is None
+        assert left_out(lambda _, body=body: f"Q {body} so", chat) is None
         for word in ("Rome", "Paris", "warm", "cold", "I ask."):
-            assert lost(lambda _, body=body, word=word: f"Q {body} so".replace(word, ""), chat), (body, word)
+            assert left_out(lambda _, body=body, word=word: f"Q {body} so".replace(word, ""), chat), (body, word)
 
 
 def test_what_templates_move_is_found():
@@ -568,8 +568,8 @@ def test_what_templates_move_is_found():
     later = [*chat[:-1], system("Be long."), chat[-1]]
     swapped = [*chat[:2], calls({"b": {"x": [2, 3], "y": 1}, "a": 7}, {"a": 1}, content="I add."), *chat[3:]]
     for template, messages in ((before_the_last, chat), (hoists, later), (content_last, chat), (content_last, swapped)):
-        assert lost(template, messages) is None
-        for gone in range(1, len(messages)):  # and what is lost is noticed
+        assert left_out(template, messages) is None
+        for gone in range(1, len(messages)):  # and what is left out is noticed
             rest = [{**one, "content": "", "tool_calls": []} if i == gone else one for i, one in enumerate(messages)]
             if template is content_last and gone == 2:
                 continue
