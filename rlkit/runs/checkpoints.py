@@ -80,7 +80,7 @@ def _set_aside(out: Path, names: Iterable[str], folders: Iterable[str]) -> None:
 
 
 def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, **engines: Any) -> None:
-    """Save each engine after every `cfg.save_every` steps and after the last. The newest two checkpoints are kept.
+    """Save each engine after every `cfg.save_every` steps and after the last. The newest `cfg.keep_checkpoints` are kept.
 
     If training ends earlier, `finish` saves its last step.
 
@@ -102,7 +102,7 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
             f"gradients: expected finite ones, got nan or inf in {run.skipped_in_a_row} steps in a row, which were "
             "skipped; lower --lr, or allow more with --max_skipped_steps"
         )
-    run.save_last_step = partial(_save_engines, run, {"step": step + 1, **(state or {})}, engines)
+    run.save_last_step = partial(_save_engines, cfg, run, {"step": step + 1, **(state or {})}, engines)
     ends = a_signal_has_come()
     if (step + 1) % cfg.save_every and step + 1 != cfg.steps and not ends:
         return
@@ -112,14 +112,14 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
         raise interrupted()
 
 
-def _save_engines(run: Run, extra: dict[str, Any], engines: Mapping[str, Any]) -> None:
+def _save_engines(cfg: Any, run: Run, extra: dict[str, Any], engines: Mapping[str, Any]) -> None:
     run.phase("checkpoint")
     if run.first_mismatch is not None:
         extra["first_mismatch"] = run.first_mismatch
     for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
         try:
             engine.save_checkpoint(run.out / folder / f"step_{extra['step']}", extra)
-            keep_newest(run.out / folder, 2)
+            keep_newest(run.out / folder, cfg.keep_checkpoints)
         except OSError as error:
             run.stop(str(error))
     run.save_last_step = None

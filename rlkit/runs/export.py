@@ -16,7 +16,7 @@ from rlkit.vlm.loading import load_config
 def export_model(cfg: Any, run: Run, folder: str, engine: Any) -> None:
     """Export a model to a folder of the run, in dtype `cfg.export_dtype`. All ranks call this together."""
     with stop_if_not_written(run):
-        engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
+        engine.export_hf(run.out / folder, export_dtype(cfg, engine))
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def stop_if_not_written(run: Run) -> Iterator[None]:
         run.stop(f"{error}; all steps are saved: make room, and add --out {run.out} --resume to export again")
 
 
-def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:
+def export_dtype(cfg: Any, engine: Any) -> torch.dtype:
     """The dtype of exported weights: `cfg.export_dtype`, or for "auto" that of the original model files."""
     if cfg.export_dtype != "auto":
         return getattr(torch, cfg.export_dtype)

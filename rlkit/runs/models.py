@@ -46,6 +46,7 @@ from rlkit.vlm.model_config import is_config_file, write_model
 from rlkit.vlm.processors import check_vocabulary
 
 READS_SHARDS = ("fsdp2", "fsdp1", "megatron")  # engines that take a model on the meta device
+RECORDS_ROUTING = {"hf": "return_routed_experts", "vllm": "enable_return_routed_experts"}
 DEFAULT_UTILIZATION = 0.8  # share of a GPU's memory; for hf, and for vLLM where free memory cannot be measured
 
 
@@ -110,6 +111,8 @@ def build_engine(cfg: TrainingOptions, path: str, processor: Any, *, optimizer_s
 
     def build(model: Any) -> Any:
         options = scoring_options(cfg, model, processor)
+        if getattr(cfg, "router_replay", False):
+            options["router_replay"] = True
         return training_engine(cfg, "language_model", trained_part(cfg, model), cfg.lr, optimizer_steps, **options)
 
     return recorded(cfg, _built_from_shards(cfg, load_model, path, getattr(torch, cfg.dtype), build))
@@ -219,6 +222,8 @@ def build_rollout(
         beside: other training engines on the same GPUs, for which vLLM leaves memory.
         options: options of the rollout class; `--rollout_options` override them.
     """
+    if getattr(cfg, "router_replay", False) and cfg.rollout in RECORDS_ROUTING:
+        options[RECORDS_ROUTING[cfg.rollout]] = True
     if cfg.rollout == "vllm":
         if longest := getattr(engine, "longest_sequence", None):
             options["max_model_len"] = longest
@@ -293,24 +298,24 @@ def sync_check_dtype(cfg: EngineOptions, rollout: Any = None) -> torch.dtype | N
 class RunSchedule(LambdaLR):
     """A learning-rate schedule that keeps the options of this run when a checkpoint is loaded.
 
-    A checkpoint holds the learning rates and the weight decay of the run that wrote it. A resumed run may have other
-    options (`--allow_changes lr`, more `--steps`), so it takes over only the number of finished updates.
+    A checkpoint holds the options of AdamW of the run that wrote it. A resumed run may have others (`--allow_changes
+    lr`, more `--steps`), so it takes over only the number of finished updates.
 
     Args:
-        optimizer: has this run's learning rates and weight decay.
+        optimizer: has this run's learning rates, weight decay and betas.
         share_of_peak: finished updates -> learning rate of the next update, as a share of the optimizer's.
     """
 
     def __init__(self, optimizer: Optimizer, share_of_peak: Callable[[int], float]) -> None:
-        self.weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
+        self.options = [{"weight_decay": g["weight_decay"], "betas": g["betas"]} for g in optimizer.param_groups]
         super().__init__(optimizer, share_of_peak)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved update. The optimizer's state has to be loaded before."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
-        options = zip(self.optimizer.param_groups, self.base_lrs, self.weight_decays, self.lr_lambdas, strict=True)
-        for group, peak, weight_decay, share_of_peak in options:
-            group.update(initial_lr=peak, lr=peak * share_of_peak(self.last_epoch), weight_decay=weight_decay)
+        groups = zip(self.optimizer.param_groups, self.base_lrs, self.options, self.lr_lambdas, strict=True)
+        for group, peak, options, share_of_peak in groups:
+            group.update(initial_lr=peak, lr=peak * share_of_peak(self.last_epoch), **options)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
@@ -363,7 +368,7 @@ def training_engine(
         model_type,
         model=model,
         optimizer=lambda parameters: AdamW(
-            parameters, lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=fused
+            parameters, lr=lr, betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=fused
         ),
         scheduler=lambda optimizer: learning_rate_schedule(optimizer, cfg, optimizer_steps),
         max_grad_norm=cfg.max_grad_norm,
@@ -373,7 +378,7 @@ def training_engine(
 
 
 def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
-    """Turn dropout off, add adapters, quantize the weights below them and freeze towers, as the options say.
+    """Turn dropout off, add adapters, quantize the weights below them and freeze others, as the options say.
 
     A value head is trained.
     """
@@ -389,6 +394,8 @@ def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
         freeze(model, vision_tower_pattern(model))
     if cfg.freeze_audio_tower:
         freeze(model, audio_tower_pattern(model))
+    if cfg.freeze:
+        freeze(model, cfg.freeze)
     return model
 
 

@@ -133,6 +133,9 @@ class AdapterOptions:
     """Do not train the vision tower."""
     freeze_audio_tower: bool = False
     """Do not train the audio tower."""
+    freeze: str = ""
+    """Do not train the parameters in whose names this regular expression is found: language_model|visual.blocks leaves
+    the projector of a Qwen2.5-VL."""
     lora_rank: int = 0
     """Rank of LoRA adapters. 0: train the weights themselves."""
     lora_alpha: int = 32
@@ -162,6 +165,10 @@ class OptimizerOptions:
     """Optimizer steps of linear warm-up."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
+    adam_beta2: float = 0.95
+    """Decay of AdamW's mean of squared gradients."""
     max_grad_norm: float = 1.0
     """Clip the gradient to this norm."""
     max_skipped_steps: int = 10
@@ -236,6 +243,9 @@ class PolicyOptions(SamplingOptions):
     """Answers to each prompt."""
     tis_cap: float = 2.0
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
+    router_replay: bool = False
+    """Mixtures of experts: train with the experts that the sampler chose. Servers need --enable-return-routed-experts; see
+    docs/sampling.md."""
     log_prompts: int = 2
     """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     heldout_samples: int = 0
@@ -277,7 +287,9 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     patience: int = 0
     """With --evaluate_every: end training after this many evaluations in a row without a new best one. 0: never."""
     save_every: int = 50
-    """Steps between checkpoints. The newest two are kept."""
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """Checkpoints that are kept, the newest. 0: all."""
     plan_seconds: float = 120.0
     """On a GPU, plan the run's memory before anything is loaded, for at most this many seconds. A run that does not fit
     is refused. 0: no plan."""
@@ -307,10 +319,10 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
 warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds plan_seconds
-log_prompts evaluate_every heldout_rows patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
+keep_checkpoints log_prompts evaluate_every heldout_rows patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch dataloader_num_workers
 """.split()
-SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
+SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam adam_beta1 adam_beta2".split()
 POSITIVE = """
 temperature max_grad_norm lora_alpha reward_seconds reward_memory tis_cap tool_timeout
 """.split()

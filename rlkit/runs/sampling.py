@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -183,10 +183,20 @@ class PolicySampler:
             answers = self._saved_answers(prompts, phase)
         else:
             generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.judge.submit)
+            if training:
+                self._check_routing(generated)
             answers = self._judged(prompts, phase, generated)
         if training:
             record_draw(self.run, self.engine, prompts.samples, sampling, phase, answers.generated, answers.rewards)
         return answers
+
+    def _check_routing(self, answers: Sequence[Sample]) -> None:
+        """With `--router_replay`, end the run if the sampler did not record its choice of experts."""
+        if getattr(self.cfg, "router_replay", False) and any(answer.routed_experts is None for answer in answers):
+            self.run.stop(
+                f"router_replay: expected answers with the experts that {self.cfg.rollout} chose, got some without; "
+                "start its servers with --enable-return-routed-experts"
+            )
 
     def greedy(self, prompts: Prompts, *, training: bool = True) -> Answers:
         """A greedy answer to each prompt with the trainer's current weights, judged."""

@@ -1,4 +1,4 @@
-"""Learning rates of a run; a resumed run has those, and the weight decay, of its own options."""
+"""Learning rates of a run; a resumed run has those, weight decay and betas of its own options."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,9 @@ class Options:
     warmup_steps: int = 1
 
 
-def start(updates, lr=1.0, weight_decay=0.0, **options):
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=lr, weight_decay=weight_decay)
+def start(updates, lr=1.0, weight_decay=0.0, betas=(0.9, 0.95), **options):
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=betas)
     return optimizer, learning_rate_schedule(optimizer, Options(**options), updates)
 
 
@@ -50,7 +51,7 @@ def test_a_run_shorter_than_its_warm_up():
     assert train(*start(2, warmup_steps=4), 2) == [0.25, 0.5]
 
 
-@pytest.mark.parametrize("options", [{}, {"lr": 10.0}, {"lr": 0.1, "weight_decay": 0.3}])
+@pytest.mark.parametrize("options", [{}, {"lr": 10.0}, {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.99)}])
 def test_a_resumed_run_has_the_learning_rates_of_its_own_options(options):
     """It is stopped after 2 of 2 steps and continued up to 4, with other options."""
     optimizer, schedule = start(updates=2)
@@ -62,6 +63,7 @@ def test_a_resumed_run_has_the_learning_rates_of_its_own_options(options):
     assert resumed_schedule.get_last_lr() == [0.5 * peak]
     assert train(resumed, resumed_schedule, 2) == [0.5 * peak, 0.25 * peak]
     assert resumed.param_groups[0]["weight_decay"] == options.get("weight_decay", 0.0)
+    assert resumed.param_groups[0]["betas"] == options.get("betas", (0.9, 0.95))
 
 
 def test_a_resumed_run_with_the_same_options_has_the_same_learning_rates():
