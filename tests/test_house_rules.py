@@ -75,6 +75,7 @@ OWN = {
     "rlkit.plan": {"rlkit"},
     "rlkit.replay": {"rlkit"},
     "rlkit.replay.bundles": {"rlkit.data.samples"},
+    "rlkit.export": {"rlkit"},
     "rlkit.doctor": {"rlkit"},  # programs that check what a run would use
     "rlkit.data.__main__": {"rlkit"},
     "rlkit.profiling": set(),

@@ -80,7 +80,9 @@ def _set_aside(out: Path, names: Iterable[str], folders: Iterable[str]) -> None:
 
 
 def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, **engines: Any) -> None:
-    """Save each engine after every `cfg.save_every` steps and after the last. The newest `cfg.keep_checkpoints` are kept.
+    """Save each engine after every `cfg.save_every` steps and after the last.
+
+    The newest `cfg.keep_checkpoints` are kept.
 
     If training ends earlier, `finish` saves its last step.
 

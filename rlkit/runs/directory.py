@@ -28,8 +28,8 @@ os.register_at_fork(after_in_child=_held.clear)  # a forked child must not keep 
 # Options that do not change results, only where and how fast they are computed. A resumed run may change these freely,
 # and others only if --allow_changes names them.
 CHANGEABLE = """
-config out resume allow_changes epochs steps save_every keep_checkpoints trackers watchdog profile_steps memory_snapshot report_seconds
-plan_seconds log_prompts evaluate_every keep_best patience heldout_samples threads engine
+config out resume allow_changes epochs steps save_every keep_checkpoints trackers watchdog profile_steps memory_snapshot
+report_seconds plan_seconds log_prompts evaluate_every keep_best patience heldout_samples threads engine
 parallel ulysses_sequence_parallel_size micro_batch_tokens use_remove_padding share_prompts use_fused_kernels
 use_torch_compile offload_between_phases sync_adapters enable_gradient_checkpointing rollout servers teacher_servers
 gpu_memory_utilization reward_threads max_failed_rewards max_mismatch max_skipped_steps isolate_reward reward_seconds

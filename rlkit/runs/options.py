@@ -244,8 +244,8 @@ class PolicyOptions(SamplingOptions):
     tis_cap: float = 2.0
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
     router_replay: bool = False
-    """Mixtures of experts: train with the experts that the sampler chose. Servers need --enable-return-routed-experts; see
-    docs/sampling.md."""
+    """Mixtures of experts: train with the experts that the sampler chose. Servers need --enable-return-routed-experts;
+    see docs/sampling.md."""
     log_prompts: int = 2
     """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     heldout_samples: int = 0
@@ -319,8 +319,8 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
 warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds plan_seconds
-keep_checkpoints log_prompts evaluate_every heldout_rows patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
-sft_coef lm_coef centre_coef clip_low clip_high max_mismatch dataloader_num_workers
+keep_checkpoints log_prompts evaluate_every heldout_rows patience heldout_samples teacher_top_k lr critic_lr
+weight_decay kl_coef sft_coef lm_coef centre_coef clip_low clip_high max_mismatch dataloader_num_workers
 """.split()
 SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam adam_beta1 adam_beta2".split()
 POSITIVE = """

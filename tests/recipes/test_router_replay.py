@@ -13,7 +13,6 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import helpers  # noqa: E402
 from helpers import numbers, run_here, text_dir  # noqa: E402, F401
 
 from rlkit.data import append_response  # noqa: E402
