@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-import numpy as np
 import torch
 
 from rlkit import runs
@@ -51,6 +50,8 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     answers with different rewards."""
     max_num_gen_batches: int = 3
     """Maximum number of draws per step."""
+    ppo_epochs: int = 1
+    """Passes over each batch."""
     mini_batches: int = 2
     """Mini-batches per batch, split by prompt. Each is one optimizer step."""
     overlong_buffer: int = 2
@@ -66,7 +67,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     tokens of all ranks."""
-    old = mb.old_logprobs if cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
@@ -110,11 +111,10 @@ def draw_batch(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
 def update(batch, groups, cfg: Config, step: int, engine) -> dict[str, float]:
     """One optimizer step for each mini-batch of groups, in an order drawn for this step."""
     loss_fn, outputs = partial(policy_loss, cfg=cfg), ("logprobs", "entropy")
-    groups = np.random.default_rng((cfg.seed, step)).permutation(groups)
     with runs.keep_on_device(engine):
-        if cfg.mini_batches > 1:
+        if cfg.ppo_epochs * cfg.mini_batches > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        parts = runs.mini_batches(batch, groups, cfg.mini_batches, engine)
+        parts = runs.mini_batches(batch, cfg, step, engine, prompts=groups)
         updates = [engine.train_batch(part, loss_fn, outputs=outputs) for part in parts]
     return runs.mean_metrics(updates)
 
@@ -129,8 +129,8 @@ def main(cfg: Config) -> None:
         task = runs.load_named_task(cfg, cfg.task)
         run = runs.start_run("dapo", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
-        optimizer_steps = cfg.steps * cfg.mini_batches
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
+        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         state = runs.resume(cfg, run, checkpoints=engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
@@ -165,7 +165,9 @@ def main(cfg: Config) -> None:
 
         counts = runs.totals(engine, penalty=penalty.sum(), answers=len(batch))
         metrics |= sampler.metrics(answers)
-        metrics |= runs.batch_totals(cfg, engine, batch, forwards=cfg.mini_batches > 1)
+        metrics |= runs.batch_totals(
+            cfg, engine, batch, updates=cfg.ppo_epochs, forwards=per_batch > 1
+        )
         metrics |= {
             "reward/overlong": counts["penalty"] / counts["answers"],
             "groups/drawn": drawn * cfg.prompts_per_draw,

@@ -8,8 +8,8 @@ How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, s
 - The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476). The paper takes the
   mean per answer and then the mean over answers, so a token of a long answer has less weight. To
   do that, put `sequence_mean` in place of `token_mean` below.
-- clip_high is larger than clip_low (DAPO again). Clipping only matters with updates_per_batch > 1:
-  on a batch that is used once, the ratio is 1.
+- clip_high is larger than clip_low (DAPO again). Clipping only matters with several optimizer steps
+  per batch (ppo_epochs, mini_batches). In the first of them, the ratio is 1.
 - The weight of the KL term is 0.001; the paper's is 0.04.
 - `--loss gspo` (arXiv 2507.18071, with --clip_low 3e-4 --clip_high 4e-4) clips the ratio of a
   whole answer and averages per answer. `--loss cispo` (arXiv 2506.13585, with --clip_low 1
@@ -48,8 +48,11 @@ LOSSES = {
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 220
     prompts_per_step: int = 64
-    updates_per_batch: int = 1
-    """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
+    ppo_epochs: int = 1
+    """Passes over each batch."""
+    mini_batches: int = 1
+    """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
+    per batch, the ratio is clipped."""
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
     """clipped: the PPO clip of each token's ratio. gspo: clips the ratio of the whole answer.
     cispo: clips each token's importance weight."""
@@ -65,7 +68,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens counts the
     tokens of the whole batch, over all ranks."""
-    old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
+    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     policy = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, **clip)
     policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
@@ -85,12 +88,13 @@ def policy_loss(out, mb, cfg: Config):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_vlm"):
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_vlm", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
-        optimizer_steps = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
+        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
@@ -99,7 +103,7 @@ def main(cfg: Config) -> None:
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     loss_fn = partial(policy_loss, cfg=cfg)
-    forwards = bool(reference) + (cfg.updates_per_batch > 1)
+    forwards = bool(reference) + (per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
@@ -114,16 +118,17 @@ def main(cfg: Config) -> None:
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         with runs.keep_on_device(engine):
             batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-            if cfg.updates_per_batch > 1:
+            if per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            for _ in range(cfg.updates_per_batch):
-                metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+            updates = [
+                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
+                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
+            ]
+        metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)
-        metrics |= runs.batch_totals(
-            cfg, engine, batch, updates=cfg.updates_per_batch, forwards=forwards
-        )
+        metrics |= runs.batch_totals(cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         if runs.evaluate_every(cfg, run, step, evaluate, engine):

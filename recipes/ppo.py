@@ -25,7 +25,6 @@ VAPO (https://arxiv.org/abs/2504.05118) is `--critic_lam 1 --length_adaptive_alp
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from rlkit import runs
@@ -180,27 +179,17 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
     return metrics | {"value/explained_variance": explained}
 
 
-def mini_batches(batch, cfg: Config, step: int, engine):
-    """The mini-batches of all passes over a batch, each made when it is needed."""
-    for epoch in range(cfg.ppo_epochs):
-        prompts = np.random.default_rng((cfg.seed, step, epoch)).permutation(cfg.prompts_per_step)
-        for part in runs.mini_batches(batch, prompts, cfg.mini_batches, engine):
-            # a part is empty if all of its rows were skipped or unjudged
-            if engine.global_sum(part.mask.sum()) > 0:
-                yield part
-
-
 def update(batch, cfg: Config, step: int, engine, critic):
     """All optimizer steps of the critic on a batch, then those of the policy; mean metrics."""
     with runs.keep_on_device(critic):
-        loss_fn, parts = partial(value_loss, cfg=cfg), mini_batches(batch, cfg, step, engine)
+        loss_fn, parts = partial(value_loss, cfg=cfg), runs.mini_batches(batch, cfg, step, engine)
         means = runs.mean_metrics([critic.train_batch(part, loss_fn) for part in parts])
     kept = ("loss", "grad_norm", "lr", "skipped_steps")
     metrics = {f"critic/{name}": x for name, x in means.items() if name in kept}
     if step >= cfg.critic_warmup:
         loss_fn, updates = partial(policy_loss, cfg=cfg), []
         with runs.keep_on_device(engine):
-            for part in mini_batches(batch, cfg, step, engine):
+            for part in runs.mini_batches(batch, cfg, step, engine):
                 part.add(lm_weights=imitation_weights(part, engine))
                 updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
         metrics |= runs.mean_metrics(updates)

@@ -301,7 +301,7 @@ class GivenAnswerOptions(TrainingOptions):
 
 # options of all recipes, by their ranges
 AT_LEAST_1 = """
-steps prompts_per_step prompts_per_draw max_num_gen_batches updates_per_batch mini_batches ppo_epochs max_turns
+steps prompts_per_step prompts_per_draw max_num_gen_batches mini_batches ppo_epochs max_turns
 save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """

@@ -129,7 +129,7 @@ def test_options_of_the_real_thing(warm_dir, tmp_path, capsys):
         "grpo_vlm", "--model", warm_dir, *SMALL, "--task", tmp_path / "rows.jsonl", "--out", tmp_path / "run",
         "--steps", 2, "--lora_rank", 4, "--lora_alpha", 8, "--target_modules", "all-linear",
         "--exclude_modules", ".*visual.*", "--use_fused_kernels", "--use_remove_padding",
-        "--enable_gradient_checkpointing", "--freeze_vision_tower", "--updates_per_batch", 2,
+        "--enable_gradient_checkpointing", "--freeze_vision_tower", "--ppo_epochs", 2,
         "--gpu_memory_utilization", 0.5, "--no-trust_remote_code", "--rollout", "hf", "--seed", 3,
     )  # fmt: skip
     assert "LoRA in model.language_model" in capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_other_papers_losses(warm_dir, tmp_path):
     def gradient(loss, updates):
         out = tmp_path / f"{loss}{updates}"
         arguments = [*SMALL, "--steps", 1, "--temperature", 2, "--kl_coef", 0, "--lr", 5e-3, "--warmup_steps", 1]
-        arguments += ["--loss", loss, "--updates_per_batch", updates, "--clip_low", 0.05, "--clip_high", 0.05]
+        arguments += ["--loss", loss, "--ppo_epochs", updates, "--clip_low", 0.05, "--clip_high", 0.05]
         run_here("grpo_vlm", "--model", warm_dir, "--out", out, *arguments, "--task", "test_grpo_vlm:by_length")
         return numbers(out)[0]["grad_norm"]
 

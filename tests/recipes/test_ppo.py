@@ -1,15 +1,12 @@
 """`recipes/ppo.py` as a person runs it."""
 
 import sys
-import weakref
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines.value_head import load_value_model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -134,34 +131,6 @@ def test_options_of_the_real_thing(warm_dir, tmp_path):
     assert abs(rows[2]["critic/loss"] - without[2]["critic/loss"]) > 1e-5
     before, after = (load_file(path / "model.safetensors") for path in (warm_dir, tmp_path / "0.5" / "model"))
     assert before.keys() == after.keys() and any(not torch.equal(before[n], after[n]) for n in before)
-
-
-def test_mini_batches_are_made_when_they_are_needed():
-    """The last one is still there while the next is made. All of 3 epochs with 4 mini-batches would be 12."""
-    recipe, made, alive = helpers.load("ppo"), [], []
-
-    def mini_batches(batch, prompts, count, engine):
-        for index in range(count):
-            part = collate([append_response(prompt_sample([1, 2]), [int(prompts[index])], [0.0])])
-            part.add(rewards=torch.ones(1))
-            made.append(weakref.ref(part))
-            alive.append(sum(ref() is not None for ref in made))
-            yield part
-
-    class Engine:
-        def __init__(self):
-            self.seen, self.global_sum = [], lambda x: x
-
-        def train_batch(self, part, loss_fn, outputs=()):
-            self.seen.append(part.tokens[0, -1].item())
-            return {"loss": torch.zeros(())}
-
-    engine, critic = Engine(), Engine()
-    cfg = recipe.Config(prompts_per_step=8, mini_batches=4, ppo_epochs=3)
-    with mock.patch.object(recipe.runs, "mini_batches", mini_batches):
-        recipe.update(None, cfg, 0, engine, critic)
-    assert len(made) == 2 * 12 and max(alive) <= 2
-    assert engine.seen == critic.seen and len(set(engine.seen)) > 4  # the same parts, in another order in each epoch
 
 
 def test_text(text_dir, tmp_path):
