@@ -11,9 +11,9 @@ How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, s
 - clip_high is larger than clip_low (DAPO again). Clipping only matters with several optimizer steps
   per batch (ppo_epochs, mini_batches). In the first of them, the ratio is 1.
 - The weight of the KL term is 0.001; the paper's is 0.04.
-- `--loss gspo` (arXiv 2507.18071, with --clip_low 3e-4 --clip_high 4e-4) clips the ratio of a
-  whole answer and averages per answer. `--loss cispo` (arXiv 2506.13585, with --clip_low 1
-  --clip_high 4) clips the importance weight of a token, and no token loses its gradient.
+- `--loss gspo` (arXiv 2507.18071) clips the ratio of a whole answer and averages per answer.
+  `--loss cispo` (arXiv 2506.13585) clips the importance weight of a token, and no token loses its
+  gradient. Each loss has its own clip range, see `CLIP_RANGES`.
 - An answer is left out of its group if its reward function fails or returns None. It does not
   count as wrong.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
@@ -33,6 +33,7 @@ from rlkit.losses import (
     mismatch_stats,
     ratio_stats,
     sequence_mean,
+    sequence_ratio_stats,
     token_mean,
 )
 from rlkit.rollout import Sampling
@@ -41,6 +42,10 @@ LOSSES = {
     "clipped": losses.clipped_policy_loss,
     "gspo": losses.gspo_loss,
     "cispo": losses.cispo_loss,
+}
+CLIP_RANGES = {  # clip_low and clip_high of losses for which 0.2 and 0.28 are not usual
+    "gspo": (3e-4, 4e-4),  # section 5.1 of its paper; this ratio is far closer to 1 than a token's
+    "cispo": (1.0, 4.0),  # no lower bound, and weights of at most 5, as in TRL
 }
 
 
@@ -56,32 +61,42 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
     """clipped: the PPO clip of each token's ratio. gspo: clips the ratio of the whole answer.
     cispo: clips each token's importance weight."""
-    clip_low: float = 0.2
-    """Lower bound of the ratio is 1 - clip_low."""
-    clip_high: float = 0.28
-    """Upper bound of the ratio is 1 + clip_high."""
+    clip_low: float | None = None
+    """Lower bound of the ratio is 1 - clip_low. Default: 0.2, gspo 3e-4, cispo 1."""
+    clip_high: float | None = None
+    """Upper bound of the ratio is 1 + clip_high. Default: 0.28, gspo 4e-4, cispo 4."""
     kl_coef: float = 0.001
     """Weight of the KL to the initial model in the loss. 0: there is no reference model, and the
     logged KL is to the sampler."""
+
+
+def clip_range(cfg: Config) -> dict[str, float]:
+    """The clip range of the options; by default that of the loss."""
+    low, high = CLIP_RANGES.get(cfg.loss, (0.2, 0.28))
+    return {
+        "clip_low": low if cfg.clip_low is None else cfg.clip_low,
+        "clip_high": high if cfg.clip_high is None else cfg.clip_high,
+    }
 
 
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens counts the
     tokens of the whole batch, over all ranks."""
     old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
-    clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+    clip = clip_range(cfg)
     policy = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, **clip)
     policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
     metrics = {
         "kl": token_mean(kl, mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-        **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
-    loss = policy + cfg.kl_coef * kl
+    loss, given = policy + cfg.kl_coef * kl, (out.logprobs, old, mb.advantages, mb.mask)
     if cfg.loss == "gspo":
+        metrics |= sequence_ratio_stats(*given, **clip, total=mb.total_sequences)
         return sequence_mean(loss, mb.mask, mb.total_sequences), metrics
+    metrics |= ratio_stats(*given, **clip, total=mb.total_tokens)
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 

@@ -63,6 +63,7 @@ OPTIONS = {  # beside the defaults
     "sequence_max_divergence_mask": [dict(high=0.9)],
     "off_policy_sequence_mask": [dict(high=0.05)],
     "ratio_stats": [dict(advantages=None), dict(total=100)],
+    "sequence_ratio_stats": [dict(advantages=None), dict(total=100), dict(clip_low=0.1, clip_high=0.1)],
     "value_stats": [dict(clip=0.1, total=100), dict(clip=math.inf)],
     "mismatch_stats": [dict(total=100)],
     "sequence_mismatch_stats": [dict(total=100)],

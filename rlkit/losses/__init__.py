@@ -36,8 +36,8 @@ All, by family, each a module:
   `token_rejection_mask`, `rejection_mask`, `sequence_rejection_mask`, `geometric_rejection_mask`,
   `token_divergence_mask`, `sequence_sum_divergence_mask`, `sequence_mean_divergence_mask`,
   `sequence_max_divergence_mask`
-- diagnostics: `ratio_stats`, `value_stats`, `explained_variance`, `mismatch_stats`, `sequence_mismatch_stats`,
-  `effective_sample_size`
+- diagnostics: `ratio_stats`, `sequence_ratio_stats`, `value_stats`, `explained_variance`, `mismatch_stats`,
+  `sequence_mismatch_stats`, `effective_sample_size`
 - preference: pairs of answers, single answers, reward models. `sequence_logprobs`, `sequence_mean_logprobs`,
   `dpo_loss`, `robust_dpo_loss`, `ipo_loss`, `hinge_dpo_loss`, `slic_loss`, `apo_zero_loss`, `simpo_loss`, `orpo_loss`,
   `kto_loss`, `kto_kl_estimate`, `bradley_terry_loss`, `reward_centring_loss`, `preference_stats`
@@ -176,6 +176,7 @@ __all__ = [
     "sequence_max_divergence_mask",
     # diagnostics
     "ratio_stats",
+    "sequence_ratio_stats",
     "value_stats",
     "explained_variance",
     "mismatch_stats",

@@ -162,6 +162,15 @@ def test_other_papers_losses(warm_dir, tmp_path):
     assert [known[name].__name__ for name in known] == ["clipped_policy_loss", "gspo_loss", "cispo_loss"]
 
 
+def test_each_loss_has_its_own_clip_range():
+    recipe = helpers.load("grpo_vlm")
+    ranges = {"clipped": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+    for loss, (low, high) in ranges.items():
+        assert recipe.clip_range(recipe.Config(loss=loss)) == {"clip_low": low, "clip_high": high}
+        given = recipe.Config(loss=loss, clip_low=0.0, clip_high=0.3)
+        assert recipe.clip_range(given) == {"clip_low": 0.0, "clip_high": 0.3}
+
+
 def test_bad_rows_are_skipped_and_counted(warm_dir, tmp_path, capsys):
     rng = np.random.default_rng(0)
     lines = []

@@ -81,7 +81,7 @@ def test_mini_batches_are_made_when_they_are_needed(batch):
 
 
 def test_gradients_are_those_of_a_plain_loop(batch):
-    """Each optimizer step takes the mean over the tokens of its prompts, and old log-probabilities of before the first."""
+    """Each step takes the mean over the tokens of its prompts; old log-probabilities are of before the first step."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
