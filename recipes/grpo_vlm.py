@@ -6,8 +6,8 @@
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
 - The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476). The paper takes the
-  mean per answer and then the mean over answers, so a token of a long answer has less weight. That is
-  `return sequence_mean(loss, mb.mask, mb.total_sequences), metrics` at the end of `policy_loss`.
+  mean per answer and then the mean over answers, so a token of a long answer has less weight. That
+  is `return sequence_mean(loss, mb.mask, mb.total_sequences), metrics` in `policy_loss`.
 - clip_high is larger than clip_low (DAPO again). Clipping only matters with several optimizer steps
   per batch (ppo_epochs, mini_batches). In the first of them, the ratio is 1.
 - The weight of the KL term is 0.001; the paper's is 0.04.
