@@ -66,8 +66,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     clip_high: float = 0.28
     """Upper bound of the ratio is 1 + clip_high."""
     kl_coef: float = 0.0
-    """Weight of the KL to the initial model in the loss. 0: there is no reference model, and the
-    logged KL is to the sampler."""
+    """Weight of the KL to the initial model in the loss. 0: there is no reference model."""
     warmup_steps: int = 5
 
 
@@ -76,16 +75,18 @@ def policy_loss(out, mb, cfg: Config):
     policy's tokens of all ranks."""
     old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    policy = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
-    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
-    kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+    loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
+    loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
-        "kl": token_mean(kl, mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
         **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
-    return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics
+    if cfg.kl_coef:
+        kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+        loss = loss + cfg.kl_coef * kl
+        metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
+    return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
 def episodes(cfg: Config, rollout, tool, processor, engine):
@@ -178,7 +179,8 @@ def main(cfg: Config) -> None:
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         with runs.keep_on_device(engine):
-            batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
+            if reference:
+                batch.add(ref_logprobs=reference(batch))
             if per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
             updates = [

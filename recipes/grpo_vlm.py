@@ -66,8 +66,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     clip_high: float | None = None
     """Upper bound of the ratio is 1 + clip_high. Default: 0.28, gspo 4e-4, cispo 4."""
     kl_coef: float = 0.001
-    """Weight of the KL to the initial model in the loss. 0: there is no reference model, and the
-    logged KL is to the sampler."""
+    """Weight of the KL to the initial model in the loss. 0: there is no reference model."""
 
 
 def clip_range(cfg: Config) -> dict[str, float]:
@@ -84,15 +83,17 @@ def policy_loss(out, mb, cfg: Config):
     tokens of the whole batch, over all ranks."""
     old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
     clip = clip_range(cfg)
-    policy = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, **clip)
-    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
-    kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+    given = out.logprobs, old, mb.advantages, mb.mask
+    loss = LOSSES[cfg.loss](*given, **clip)
+    loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
-        "kl": token_mean(kl, mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
-    loss, given = policy + cfg.kl_coef * kl, (out.logprobs, old, mb.advantages, mb.mask)
+    if cfg.kl_coef:
+        kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+        loss = loss + cfg.kl_coef * kl
+        metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
     if cfg.loss == "gspo":
         metrics |= sequence_ratio_stats(*given, **clip, total=mb.total_sequences)
         return sequence_mean(loss, mb.mask, mb.total_sequences), metrics
@@ -132,7 +133,8 @@ def main(cfg: Config) -> None:
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         with runs.keep_on_device(engine):
-            batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
+            if reference:
+                batch.add(ref_logprobs=reference(batch))
             if per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
             updates = [

@@ -85,10 +85,12 @@ def policy_loss(out, mb, cfg: Config):
     loss = reinforce_loss(out.logprobs, old, mb.advantages, mb.mask)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
-        "kl": token_mean(kl_k3(old, mb.ref_logprobs, mb.mask), mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
+    if cfg.kl_coef:
+        kl = kl_k3(old, mb.ref_logprobs, mb.mask)
+        metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
@@ -134,8 +136,8 @@ def main(cfg: Config) -> None:
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         rewards = rewards_to_tokens(batch.rewards, batch.mask)  # [B, T]
         with runs.keep_on_device(engine):
-            batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-            if cfg.kl_coef:
+            if reference:
+                batch.add(ref_logprobs=reference(batch))
                 kl = kl_k1(batch.rollout_logprobs, batch.ref_logprobs, batch.mask)
                 rewards = kl_in_reward(rewards, kl, batch.mask, cfg.kl_coef)
             batch.add(advantages=advantages(rewards, batch, cfg, engine.global_sum))
