@@ -123,7 +123,7 @@ def group_metrics(engine, penalty, groups, chosen, drawn: int) -> dict[str, floa
 
 
 def judged_share(answers, engine) -> str:
-    total = runs.totals(engine, judged=len(answers.judged), answers=len(answers.rewards))
+    total = runs.totals(engine, judged=len(answers.scored), answers=len(answers.rewards))
     return f"{total['judged']:.0f} of {total['answers']:.0f} answers were judged"
 
 
@@ -148,7 +148,7 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg=cfg)
     draws = state.get("draws", 0)  # of all steps: the position in the data
     rows = rows_of_steps(task.train, count(draws), cfg.prompts_per_draw, cfg.seed)
-    prompts_of_draws = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_draws = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(state["step"], cfg.steps):
         answers, groups, drawn = draw_groups(prompts_of_draws, draws, cfg, sampler, engine)
         draws += drawn
@@ -160,7 +160,7 @@ def main(cfg: Config) -> None:
 
         run.phase("train")
         chosen = groups[: cfg.prompts_per_step]
-        batch = collate([sample for sample in answers.judged if sample.group_id in chosen])
+        batch = collate([sample for sample in answers.scored if sample.group_id in chosen])
         lengths, limit = batch.mask.sum(1), cfg.max_new_tokens
         penalty = overlong_penalty(lengths, limit, cfg.overlong_buffer, cfg.overlong_penalty_factor)
         batch.add(advantages=grpo_advantages(batch.rewards + penalty, batch.group_ids))  # [B]

@@ -129,7 +129,7 @@ def ask_servers(servers, samples, batch, cfg: Config):
         batch.add(teacher_logprobs=servers.infer_batch(samples)["logprobs"])
     else:
         logprobs, ids = servers.topk_logprobs(samples, cfg.teacher_top_k)
-        batch.add_unpadded(top_logprobs=logprobs, top_ids=ids)
+        batch.add_packed(top_logprobs=logprobs, top_ids=ids)
 
 
 def ask_engine(teacher, batch, cfg: Config):
@@ -138,9 +138,9 @@ def ask_engine(teacher, batch, cfg: Config):
         batch.add(teacher_logprobs=teacher.infer_batch(batch)["logprobs"])
     elif cfg.teacher_top_k:
         logprobs, ids = teacher.topk_logprobs(batch, cfg.teacher_top_k)
-        batch.add_unpadded(top_logprobs=logprobs, top_ids=ids)
+        batch.add_packed(top_logprobs=logprobs, top_ids=ids)
     else:
-        batch.add_unpadded(hidden=teacher.hidden_states(batch))
+        batch.add_packed(hidden=teacher.hidden_states(batch))
 
 
 def loss_functions(teacher, cfg: Config):
@@ -177,7 +177,7 @@ def main(cfg: Config) -> None:
 
     forwards = per_batch > 1  # for the old log-probabilities
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))

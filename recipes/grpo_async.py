@@ -91,7 +91,7 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
     gpus = torch.cuda.device_count()
     if not cfg.servers and 0 < gpus <= dist.get_world_size():
         options["transfer"] = "gloo"  # server and trainer share a GPU, which NCCL does not allow
-    if not cfg.servers and run.writes:
+    if not cfg.servers and run.is_main_process:
         run.print(f"starting a vLLM server, its log is in {run.out}")
         flags = [] if gpus else ["--kv-cache-memory-bytes", str(256 << 20)]
         if options:
@@ -160,7 +160,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     failures, threads = Failures("reward"), cfg.reward_threads
     submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
     request_step = partial(request, cfg, prompts_of_steps, submit)
@@ -175,8 +175,8 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        batch = collate(answers.judged)
-        age = [float(rollout.version - sample.version) for sample in answers.judged]
+        batch = collate(answers.scored)
+        age = [float(rollout.version - sample.version) for sample in answers.scored]
         batch.add(staleness=torch.tensor(age))
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)

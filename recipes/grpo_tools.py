@@ -114,10 +114,10 @@ def episode(sample) -> list:
 
 def turns_and_aborted(answers, engine):
     """Turns of the policy in an episode, and episodes that their tool ended; over all ranks."""
-    messages = [message for sample in answers.judged for message in episode(sample)]
+    messages = [message for sample in answers.scored for message in episode(sample)]
     counts = {
         "turns": sum(message["role"] == "assistant" for message in messages),
-        "judged": len(answers.judged),
+        "judged": len(answers.scored),
         "aborted": sum(sample.finish_reason == "aborted" for sample in answers.generated),
     }
     counts = runs.totals(engine, **counts)
@@ -167,7 +167,7 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg=cfg)
     forwards = bool(reference) + (per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -175,7 +175,7 @@ def main(cfg: Config) -> None:
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        batch = collate(answers.judged)
+        batch = collate(answers.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         with runs.keep_on_device(engine):

@@ -33,7 +33,7 @@ from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
     kto_kl_estimate,
     kto_loss,
-    pair_mean,
+    preference_mean,
     sequence_logprobs,
     sequence_mean_logprobs,
 )
@@ -67,10 +67,10 @@ def answer_loss(out, mb, z0, good: float, cfg: Config):
     loss = loss - cfg.sft_coef * label * sequence_mean_logprobs(out.logprobs, mb.mask)
     log_ratio = (logprobs - ref_logprobs).detach()
     right = torch.where(label, log_ratio > z0, log_ratio < z0)
-    return pair_mean(loss, total), {
-        "marked/accuracy": pair_mean(right.float(), total),
-        "marked/good": pair_mean(log_ratio * label, good),
-        "marked/bad": pair_mean(log_ratio * ~label, total - good),
+    return preference_mean(loss, total), {
+        "marked/accuracy": preference_mean(right.float(), total),
+        "marked/good": preference_mean(log_ratio * label, good),
+        "marked/bad": preference_mean(log_ratio * ~label, total - good),
     }
 
 
@@ -147,7 +147,7 @@ def main(cfg: Config) -> None:
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    answers_of_steps = runs.one_ahead(map(encode, map(with_other_answers, rows)))
+    answers_of_steps = runs.prefetch(map(encode, map(with_other_answers, rows)))
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
         answers = next(answers_of_steps)

@@ -222,7 +222,7 @@ def main(cfg: Config) -> None:
     rows = rows_of_steps(
         task.train, range(state["step"], cfg.steps), cfg.prompts_per_step, cfg.seed
     )
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(state["step"], cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -230,7 +230,7 @@ def main(cfg: Config) -> None:
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        batch = collate(answers.judged)
+        batch = collate(answers.scored)
         mask = batch.mask
         with runs.keep_on_device(engine):  # with LoRA it is also the reference
             if reference:

@@ -122,13 +122,13 @@ def main(cfg: Config) -> None:
 
     loss_fn = partial(policy_loss, cfg=cfg)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
         sampler.stop_if_rewards_failed(answers)
-        batch = collate(answers.judged)
+        batch = collate(answers.scored)
         if cfg.advantage == "remax":
             batch.add(greedy_rewards=greedy_rewards(sampler, prompts, batch.group_ids))
 

@@ -47,7 +47,7 @@ OPTIONS = {  # beside the defaults
     "sequence_sum_mean": [dict(total=torch.tensor(7))],
     "fixed_length_mean": [dict(total=3, length=5)],
     "prompt_mean": [dict(total=7), dict(total=0)],
-    "pair_mean": [dict(total=7), dict(total=0)],
+    "preference_mean": [dict(total=7), dict(total=0)],
     "top_entropy_mask": [dict(share=0.5), dict(share=1.0)],
     "importance_weights": [dict(low=0.8, high=1.2)],
     "sequence_importance_weights": [dict(low=0.8, high=1.2)],

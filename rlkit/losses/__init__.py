@@ -25,7 +25,7 @@ All, by family, each a module:
   `dro_loss`, `vespo_loss`, `m2po_loss`
 - value: `clipped_value_loss`
 - reductions: from values a token to one number. `token_sum`, `token_mean`, `sequence_mean`, `sequence_sum_mean`,
-  `fixed_length_mean`, `prompt_mean`, `group_token_counts`, `pair_mean`
+  `fixed_length_mean`, `prompt_mean`, `group_token_counts`, `preference_mean`
 - logprobs: from logits or hidden states. `LogprobsAndEntropy`, `TopkLogprobs`, `token_logprobs`, `align_with_tokens`,
   `target_logprobs`, `token_entropy`, `sum_pi_squared`, `suppress_tokens`, `linear_logprobs`
 - entropy: `top_entropy_mask`, `adaptive_entropy_coef`
@@ -137,7 +137,7 @@ __all__ = [
     "fixed_length_mean",
     "prompt_mean",
     "group_token_counts",
-    "pair_mean",
+    "preference_mean",
     # logprobs
     "LogprobsAndEntropy",
     "TopkLogprobs",

@@ -199,7 +199,7 @@ def shaky(text, row):
     return None if row["answer"] == "1" else float(text == row["answer"])
 
 
-def some_unjudged():
+def some_unscored():
     return replace(few_held_out(), reward=shaky)
 
 
@@ -210,14 +210,14 @@ def none_judged():
     return replace(task, heldout=heldout, reward=lambda text, row: 1.0 if "known" in row else None)
 
 
-def test_unjudged_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, caplog):
+def test_unscored_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, caplog):
     options = ["--model", warm_dir, *SMALL, "--steps", 2, "--prompts_per_step", 32, "--max_failed_rewards", 0.5]
-    run_here("grpo_vlm", *options, "--out", tmp_path / "some", "--task", "test_grpo_vlm:some_unjudged")
+    run_here("grpo_vlm", *options, "--out", tmp_path / "some", "--task", "test_grpo_vlm:some_unscored")
     assert "RuntimeError: judge is down" in caplog.text
-    assert all(0 < row["unjudged"] < 64 for row in numbers(tmp_path / "some"))
+    assert all(0 < row["unscored"] < 64 for row in numbers(tmp_path / "some"))
     found = evaluation(tmp_path / "some")
     not_judged = sum(row["answer"] in "01" for row in few_held_out().heldout)
-    assert found["unjudged_before"] == found["unjudged_after"] == not_judged > 0
+    assert found["unscored_before"] == found["unscored_after"] == not_judged > 0
     judged = found["accuracy_after"] * (60 - not_judged)  # accuracy is over the others alone
     assert judged == pytest.approx(round(judged)) and round(judged) > 0
     with pytest.raises(

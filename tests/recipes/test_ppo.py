@@ -132,7 +132,7 @@ def test_options_of_the_real_thing(warm_dir, tmp_path):
 
 def test_text(text_dir, tmp_path):
     row = first(tmp_path / "run", "--model", text_dir, "--task", "sorting", "--kl_coef", 0.01)
-    assert row["unjudged"] == 0 and row["grad_norm"] >= 0
+    assert row["unscored"] == 0 and row["grad_norm"] >= 0
 
 
 def test_help_names_every_option(capsys):
