@@ -121,7 +121,7 @@ def test_rewards_beside_training_need_a_thread():
         score_as_written(Sampler().submit, multiple_choice, threads=0)
 
 
-def write(judge, prompts, n=2):
+def write(scorer, prompts, n=2):
     """A sampler that finishes the answers to the last prompt first."""
     groups = [[replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)] for one in prompts]
     for i in reversed(range(len(groups))):
@@ -131,11 +131,11 @@ def write(judge, prompts, n=2):
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
-def test_a_judge_gives_what_score_parts_gives_in_the_order_of_the_prompts(threads):
+def test_a_scorer_gives_what_score_parts_gives_in_the_order_of_the_prompts(threads):
     reward = combine({"one": (1.0, lambda text, row: float(text)), "nan": (0.0, fails)})
     scorer = RewardScorer(reward, threads=threads)
     for prompts in (asked_for(None, None, None), asked_for(None), []):  # one after the other, nothing stays
-        samples = write(judge, prompts)
+        samples = write(scorer, prompts)
         rewards, parts, seconds = scorer.result()
         expected, expected_parts = score_parts(reward, samples)
         assert torch.equal(rewards, expected) and parts.keys() == expected_parts.keys()
@@ -143,10 +143,10 @@ def test_a_judge_gives_what_score_parts_gives_in_the_order_of_the_prompts(thread
         assert (seconds > 0) == bool(samples)
 
 
-def test_a_judge_works_during_generation(monkeypatch):
+def test_a_scorer_works_during_generation(monkeypatch):
     slow = SlowReward(monkeypatch)
     scorer = RewardScorer(slow, threads=2)
-    write(judge, asked_for(slow.early_ones_are_judged, None, None))
+    write(scorer, asked_for(slow.early_ones_are_judged, None, None))
     rewards, _, seconds = scorer.result()
     torch.testing.assert_close(rewards, torch.tensor([0.0, 0.1, 1.0, 1.1, 2.0, 2.1]))
     assert seconds == 4.0 and not any(slow.main)
@@ -158,7 +158,7 @@ def test_without_threads_rewards_are_computed_in_the_main_thread():
 
     for threads in (0, 1):
         scorer = RewardScorer(here, threads=threads)
-        write(judge, asked_for(None, None))
+        write(scorer, asked_for(None, None))
         assert scorer.result()[0].tolist() == [float(threads == 0)] * 4
     with pytest.raises(ValueError, match="reward_threads: expected at least 0, got -1"):
         RewardScorer(here, threads=-1)
