@@ -40,7 +40,8 @@ class Run:
     """Writes a run's directory: `config.json`, `metrics.jsonl` (one object per step) and `eval.json`.
 
     Only the main process writes; on the others `log` and `log_evaluation` write no files. Each rank is always in a
-    named phase, such as "generate". The seconds of each phase are logged, and a watchdog prints in which phases ranks wait.
+    named phase, such as "generate". The seconds of each phase are logged, and a watchdog prints in which phases ranks
+    wait.
 
     Args:
         out: the directory; `rlkit.runs.directory.claim_directory` finds one that no other run is writing to.
