@@ -88,7 +88,7 @@ def score_as_written(
         samples, rewards, parts, seconds = submit(prompts, sampling, n).result()     # in order, as `RewardScorer.result`
 
     Args:
-        submit: (prompts, sampling, n) -> future of n samples a prompt; `submit` of a rollout on servers.
+        submit: (prompts, sampling, n) -> future of n samples per prompt; `submit` of a rollout on servers.
         reward: called from threads other than the main thread, so it cannot use `signal.alarm`.
         threads: prompts whose samples are scored at the same time, at least 1.
         failures: as in `score`.
