@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node=1 recipes/dapo.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/dapo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --prompts_per_step 512 --prompts_per_draw 1536 \\
-        --max_num_gen_batches 10 --mini_batches 16 --lr 1e-6 --max_new_tokens 20480 \\
-        --overlong_buffer 4096
+        --task train.jsonl --reward maths --rollout vllm --prompts_per_step 512 \\
+        --prompts_per_draw 1536 --max_num_gen_batches 10 --mini_batches 16 --lr 1e-6 \\
+        --max_new_tokens 20480 --overlong_buffer 4096
 
 The four parts of the paper (https://arxiv.org/abs/2503.14476) and where they are: clip-higher
 (`clip_high`), dynamic sampling (`draw_groups`), the mean over tokens (`token_mean`), overlong

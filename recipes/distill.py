@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=1 recipes/distill.py
     torchrun --nproc-per-node=8 recipes/distill.py --model Qwen/Qwen2.5-VL-3B-Instruct \\
         --task train.jsonl --teacher Qwen/Qwen2.5-VL-32B-Instruct --max_new_tokens 1024 \\
-        --group_size 4 --lr 1e-6 --loss reverse_kl --teacher_top_k 64
+        --group_size 4 --lr 1e-6 --loss reverse_kl --teacher_top_k 64 --rollout vllm
 
 Teacher and student must have the same tokenizer and image processor. Rewards are not trained on:
 the logged reward and the held-out accuracy only show progress.

@@ -5,7 +5,7 @@
     # servers on four GPUs, and a trainer on four others
     python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 4
     torchrun --nproc-per-node=4 recipes/grpo_async.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --max_staleness 2 --max_new_tokens 1024 --lr 1e-6 \\
+        --task train.jsonl --reward boxed --max_staleness 2 --max_new_tokens 1024 --lr 1e-6 \\
         --servers http://127.0.0.1:8000 http://127.0.0.1:8001 http://127.0.0.1:8002 \\
         http://127.0.0.1:8003
 

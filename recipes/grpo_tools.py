@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=1 recipes/grpo_tools.py  # a tiny Qwen2.5-VL learns where to zoom
     torchrun --nproc-per-node=8 recipes/grpo_tools.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
         --task my_tasks:charts --tool my_tasks:crop --max_turns 4 --max_new_tokens 512 \\
-        --max_response_tokens 4096 --lora_rank 32 --lr 1e-5
+        --max_response_tokens 4096 --lora_rank 32 --lr 1e-5 --rollout vllm
 
 A tool or an environment is a plain function. docs/environments.md has a complete example, and
 rlkit.rollout.agent has more.

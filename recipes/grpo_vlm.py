@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/grpo_vlm.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --reward boxed --lora_rank 32 --max_new_tokens 1024
+        --task train.jsonl --reward boxed --rollout vllm --lora_rank 32 --max_new_tokens 1024
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
 - The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476). The paper takes the

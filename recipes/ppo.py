@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=1 recipes/ppo.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/ppo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --prompts_per_step 512 --mini_batches 4 --max_new_tokens 1024 \\
-        --lr 1e-6 --critic_lr 1e-5 --kl_coef 0.001
+        --task train.jsonl --reward boxed --rollout vllm --prompts_per_step 512 --mini_batches 4 \\
+        --max_new_tokens 1024 --lr 1e-6 --critic_lr 1e-5 --kl_coef 0.001
 
 How it differs from the paper (https://arxiv.org/abs/1707.06347) and from InstructGPT (arXiv
 2203.02155):

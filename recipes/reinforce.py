@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=1 recipes/reinforce.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/reinforce.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --advantage opo --prompts_per_step 256 --group_size 16 \\
-        --max_new_tokens 1024 --lr 1e-6
+        --task train.jsonl --reward boxed --rollout vllm --advantage opo --prompts_per_step 256 \\
+        --group_size 16 --max_new_tokens 1024 --lr 1e-6
 
 `--advantage` is one of rloo (https://arxiv.org/abs/2402.14740), remax (arXiv 2310.10505, with
 --group_size 1), reinforce_plus_plus and reinforce_plus_plus_baseline (arXiv 2501.03262), and opo

@@ -65,8 +65,8 @@ def gspo_token_loss(
     s_t = \mathrm{sg}(s)\, \frac{\pi_t}{\mathrm{sg}(\pi_t)}$$
 
     with s of `gspo_loss`. GSPO, https://arxiv.org/abs/2507.18071 eq. 13 and 14; reduced by `sequence_mean`. With one
-    advantage per sequence its values are `gspo_loss`'s, and so is its gradient under any reduction that weighs the tokens
-    of a sequence alike.
+    advantage per sequence its values are `gspo_loss`'s, and so is its gradient under any reduction that weighs the
+    tokens of a sequence alike.
 
     Args:
         clip_low, clip_high: s is held within [1 - clip_low, 1 + clip_high]; >= 0.

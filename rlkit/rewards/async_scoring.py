@@ -85,7 +85,7 @@ def score_as_written(
     """A rollout's `submit` whose result includes rewards; samples of a prompt are scored as soon as they are finished.
 
         submit = score_as_written(rollout.submit, task.reward)
-        samples, rewards, parts, seconds = submit(prompts, sampling, n).result()     # in order, as `RewardScorer.result`
+        samples, rewards, parts, seconds = submit(prompts, sampling, n).result()    # in order, as `RewardScorer.result`
 
     Args:
         submit: (prompts, sampling, n) -> future of n samples per prompt; `submit` of a rollout on servers.
