@@ -175,7 +175,6 @@ def main(cfg: Config) -> None:
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
-    forwards = per_batch > 1  # for the old log-probabilities
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
@@ -190,7 +189,7 @@ def main(cfg: Config) -> None:
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         flops = 0 if cfg.teacher_servers else runs.engine_flops(teacher, batch)
         counts = runs.batch_totals(
-            cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards, flops=flops
+            cfg, engine, batch, updates=cfg.ppo_epochs, forwards=per_batch > 1, flops=flops
         )
         if not counts["tokens"]:
             run.stop("none of its rows can be asked about; see the log")
