@@ -34,7 +34,7 @@ from rlkit.losses import (
     kto_loss,
     nca_loss,
     orpo_loss,
-    pair_mean,
+    preference_mean,
     preference_stats,
     reward_centring_loss,
     robust_dpo_loss,
@@ -90,7 +90,7 @@ def pair_group(name, ours, rule, columns, trl=None, loop=by_pair, sides=2):
             return loss, *torch.autograd.grad(loss, leaves)
 
         return {
-            "rlkit": lambda: run(ours, pair_mean),
+            "rlkit": lambda: run(ours, preference_mean),
             "loop": lambda: loop(rule, *lists),
             "trl": lambda: run(trl, torch.mean),
         }
@@ -308,7 +308,7 @@ def kto(_):
 
     def ours():
         kl = kto_kl_estimate(other, other_ref)
-        return with_gradient(pair_mean(kto_loss(logprobs, ref, good, kl, BETA)), logprobs)
+        return with_gradient(preference_mean(kto_loss(logprobs, ref, good, kl, BETA)), logprobs)
 
     def loop():
         kl = max(0.0, sum(x - y for x, y in zip(*lists[3:], strict=True)) / P)
@@ -360,7 +360,7 @@ def reward_model(_):
 
     def ours():
         up, down = rewards[:, 0].chunk(2)
-        loss = pair_mean(bradley_terry_loss(up, down)) + 0.01 * pair_mean(reward_centring_loss(up, down))
+        loss = preference_mean(bradley_terry_loss(up, down)) + 0.01 * preference_mean(reward_centring_loss(up, down))
         for stat in preference_stats(up, down).values():
             stat.item()  # as TRL does
         return with_gradient(loss, rewards)

@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node=1 recipes/dapo.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/dapo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --prompts_per_step 512 --prompts_per_draw 1536 \\
-        --max_num_gen_batches 10 --mini_batches 16 --lr 1e-6 --max_new_tokens 20480 \\
-        --overlong_buffer 4096
+        --task train.jsonl --reward maths --rollout vllm --prompts_per_step 512 \\
+        --prompts_per_draw 1536 --max_num_gen_batches 10 --mini_batches 16 --lr 1e-6 \\
+        --max_new_tokens 20480 --overlong_buffer 4096
 
 The four parts of the paper (https://arxiv.org/abs/2503.14476) and where they are: clip-higher
-(`clip_high`), dynamic sampling (`draw_batch`), the mean over tokens (`token_mean`), overlong
+(`clip_high`), dynamic sampling (`draw_groups`), the mean over tokens (`token_mean`), overlong
 reward shaping (`overlong_penalty`). No KL term.
 
 How it differs from the paper:
@@ -27,12 +27,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-import numpy as np
-import torch
-
 from rlkit import runs
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
-from rlkit.data import collate, rows_of_steps
+from rlkit.data import collate, group_ids, rows_of_steps
 from rlkit.losses import (
     clipped_policy_loss,
     importance_weights,
@@ -51,6 +48,8 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     answers with different rewards."""
     max_num_gen_batches: int = 3
     """Maximum number of draws per step."""
+    ppo_epochs: int = 1
+    """Passes over each batch."""
     mini_batches: int = 2
     """Mini-batches per batch, split by prompt. Each is one optimizer step."""
     overlong_buffer: int = 2
@@ -66,7 +65,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     tokens of all ranks."""
-    old = mb.old_logprobs if cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
@@ -78,7 +77,7 @@ def policy_loss(out, mb, cfg: Config):
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
-def draw_batch(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
+def draw_groups(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
     """Dynamic sampling: draw prompts until enough groups have answers with different rewards.
 
     Args:
@@ -86,37 +85,46 @@ def draw_batch(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
         draws: how many were made before.
 
     Returns:
-        All answers drawn, the groups of all ranks that teach something, and the number of draws.
+        All answers drawn, ids of the groups of all ranks with different rewards, and the number of
+        draws.
     """
     answers = None
     with sampler.current_weights():
         for draw in range(cfg.max_num_gen_batches):
-            prompts = next(prompts_of_draws)
-            first = draw * cfg.prompts_per_draw  # a group id counts all prompts of a step
-            samples = [replace(x, group_id=first + x.group_id) for x in prompts.samples]
-            prompts = replace(prompts, samples=samples)
+            prompts = renumbered(next(prompts_of_draws), draw * cfg.prompts_per_draw)
             sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, draws + draw))
             drawn = sampler.sample(prompts, sampling, n=cfg.group_size)
             answers = answers + drawn if answers else drawn
-            batch = collate(answers.judged)
-            teaches = torch.zeros((draw + 1) * cfg.prompts_per_draw, dtype=torch.long)
-            teaches[batch.group_ids[informative_groups(batch.rewards, batch.group_ids)]] = 1
-            groups = engine.global_sum(teaches).nonzero()[:, 0].numpy()
+            ids = group_ids(answers.generated)
+            kept = ids[informative_groups(answers.rewards, ids)]
+            counts = kept.bincount(minlength=(draw + 1) * cfg.prompts_per_draw)
+            groups = engine.global_sum(counts).nonzero()[:, 0].numpy()
             if len(groups) >= cfg.prompts_per_step:
                 break
     return answers, groups, draw + 1
 
 
-def update(batch, groups, cfg: Config, step: int, engine) -> dict[str, float]:
-    """One optimizer step for each mini-batch of groups, in an order drawn for this step."""
-    loss_fn, outputs = partial(policy_loss, cfg=cfg), ("logprobs", "entropy")
-    groups = np.random.default_rng((cfg.seed, step)).permutation(groups)
-    with runs.keep_on_device(engine):
-        if cfg.mini_batches > 1:
-            batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        parts = runs.mini_batches(batch, groups, cfg.mini_batches, engine)
-        updates = [engine.train_batch(part, loss_fn, outputs=outputs) for part in parts]
-    return runs.mean_metrics(updates)
+def renumbered(prompts, first: int):
+    """The prompts of a draw with group ids from `first` on, so that all draws of a step differ."""
+    samples = [replace(sample, group_id=first + sample.group_id) for sample in prompts.samples]
+    return replace(prompts, samples=samples)
+
+
+def group_metrics(engine, penalty, groups, chosen, drawn: int) -> dict[str, float]:
+    """The mean length penalty, and how many groups were drawn, have different rewards, and were
+    trained on."""
+    counts = runs.totals(engine, penalty=penalty.sum(), answers=len(penalty))
+    return {
+        "reward/overlong": counts["penalty"] / counts["answers"],
+        "groups/drawn": drawn,
+        "groups/differ": len(groups),
+        "groups/trained": len(chosen),
+    }
+
+
+def judged_share(answers, engine) -> str:
+    total = runs.totals(engine, judged=len(answers.scored), answers=len(answers.rewards))
+    return f"{total['judged']:.0f} of {total['answers']:.0f} answers were judged"
 
 
 def main(cfg: Config) -> None:
@@ -129,49 +137,47 @@ def main(cfg: Config) -> None:
         task = runs.load_named_task(cfg, cfg.task)
         run = runs.start_run("dapo", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
-        optimizer_steps = cfg.steps * cfg.mini_batches
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
+        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         state = runs.resume(cfg, run, checkpoints=engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
 
+    loss_fn = partial(policy_loss, cfg=cfg)
     draws = state.get("draws", 0)  # of all steps: the position in the data
     rows = rows_of_steps(task.train, count(draws), cfg.prompts_per_draw, cfg.seed)
-    prompts_of_draws = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_draws = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(state["step"], cfg.steps):
-        answers, groups, drawn = draw_batch(prompts_of_draws, draws, cfg, sampler, engine)
+        answers, groups, drawn = draw_groups(prompts_of_draws, draws, cfg, sampler, engine)
         draws += drawn
         sampler.stop_if_rewards_failed(answers)
         if not len(groups):
-            total = runs.totals(engine, judged=len(answers.judged), answers=len(answers.rewards))
-            run.print(
-                f"step {step}: no group drawn has different rewards, so the run ends here; "
-                f"{total['judged']:.0f} of {total['answers']:.0f} answers were judged"
-            )
+            what = "no group drawn has different rewards, so the run ends here"
+            run.print(f"step {step}: {what}; {judged_share(answers, engine)}")
             break
 
         run.phase("train")
         chosen = groups[: cfg.prompts_per_step]
-        batch = collate([sample for sample in answers.judged if sample.group_id in chosen])
-        lengths = batch.mask.sum(1)
-        penalty = overlong_penalty(
-            lengths, cfg.max_new_tokens, cfg.overlong_buffer, cfg.overlong_penalty_factor
-        )
+        batch = collate([sample for sample in answers.scored if sample.group_id in chosen])
+        lengths, limit = batch.mask.sum(1), cfg.max_new_tokens
+        penalty = overlong_penalty(lengths, limit, cfg.overlong_buffer, cfg.overlong_penalty_factor)
         batch.add(advantages=grpo_advantages(batch.rewards + penalty, batch.group_ids))  # [B]
-        metrics = update(batch, chosen, cfg, step, engine)
+        with runs.keep_on_device(engine):
+            if per_batch > 1:
+                batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
+            updates = [
+                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
+                for mini_batch in runs.mini_batches(batch, cfg, step, engine, prompts=chosen)
+            ]
+        metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        counts = runs.totals(engine, penalty=penalty.sum(), answers=len(batch))
         metrics |= sampler.metrics(answers)
-        metrics |= runs.batch_totals(cfg, engine, batch, forwards=cfg.mini_batches > 1)
-        metrics |= {
-            "reward/overlong": counts["penalty"] / counts["answers"],
-            "groups/drawn": drawn * cfg.prompts_per_draw,
-            "groups/differ": len(groups),
-            "groups/trained": len(chosen),
-        }
+        forwards = int(per_batch > 1)
+        metrics |= runs.batch_totals(cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards)
+        metrics |= group_metrics(engine, penalty, groups, chosen, drawn * cfg.prompts_per_draw)
         show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, {"draws": draws}, checkpoints=engine)

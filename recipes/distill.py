@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=1 recipes/distill.py
     torchrun --nproc-per-node=8 recipes/distill.py --model Qwen/Qwen2.5-VL-3B-Instruct \\
         --task train.jsonl --teacher Qwen/Qwen2.5-VL-32B-Instruct --max_new_tokens 1024 \\
-        --group_size 4 --lr 1e-6 --loss reverse_kl --teacher_top_k 64
+        --group_size 4 --lr 1e-6 --loss reverse_kl --teacher_top_k 64 --rollout vllm
 
 Teacher and student must have the same tokenizer and image processor. Rewards are not trained on:
 the logged reward and the held-out accuracy only show progress.
@@ -18,7 +18,8 @@ How it differs from the papers:
   log-probability minus the student's, as in
   https://thinkingmachines.ai/blog/on-policy-distillation/. In expectation this is the gradient of
   the reverse KL per token (`rlkit.losses.reverse_kl_loss`), with more variance. With
-  updates_per_batch > 1 the ratio to the sampling policy is clipped, as in PPO.
+  more than one optimizer step per batch (ppo_epochs, mini_batches) the ratio to the sampling policy
+  is clipped, as in PPO.
 - The effect of a token on later tokens is ignored (a discount of 0), as in GKD and in that post.
   MiniLLM (arXiv 2306.08543) includes it.
 - All answers are sampled from the student (lambda = 1 in GKD); answers in the data are not used.
@@ -68,8 +69,11 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 120
     prompts_per_step: int = 64
     group_size: int = 4
-    updates_per_batch: int = 1
-    """Optimizer steps on each batch. Above 1, --loss sampled_token clips the ratio."""
+    ppo_epochs: int = 1
+    """Passes over each batch."""
+    mini_batches: int = 1
+    """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
+    per batch, --loss sampled_token clips the ratio."""
     max_failed_rewards: float = 1.0
     clip_low: float = 0.2
     """With --loss sampled_token: lower bound of the ratio is 1 - clip_low."""
@@ -80,7 +84,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """A token's advantage is how much likelier the teacher finds it than the student that sampled
     it."""
-    old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
+    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
     advantages = mb.teacher_logprobs - old
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     policy = clipped_policy_loss(out.logprobs, old, advantages, mb.mask, **clip)
@@ -110,7 +114,7 @@ def divergence(logits, teacher, cfg: Config, output_layer):  # [n, V], {name: [n
 
 def divergence_loss(out, mb, cfg: Config):
     """Mean divergence over all tokens."""
-    old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
+    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
     loss = token_mean(out.divergence, mb.mask, mb.total_tokens)
     return loss, {
         "divergence": loss,
@@ -125,7 +129,7 @@ def ask_servers(servers, samples, batch, cfg: Config):
         batch.add(teacher_logprobs=servers.infer_batch(samples)["logprobs"])
     else:
         logprobs, ids = servers.topk_logprobs(samples, cfg.teacher_top_k)
-        batch.add_unpadded(top_logprobs=logprobs, top_ids=ids)
+        batch.add_packed(top_logprobs=logprobs, top_ids=ids)
 
 
 def ask_engine(teacher, batch, cfg: Config):
@@ -134,9 +138,9 @@ def ask_engine(teacher, batch, cfg: Config):
         batch.add(teacher_logprobs=teacher.infer_batch(batch)["logprobs"])
     elif cfg.teacher_top_k:
         logprobs, ids = teacher.topk_logprobs(batch, cfg.teacher_top_k)
-        batch.add_unpadded(top_logprobs=logprobs, top_ids=ids)
+        batch.add_packed(top_logprobs=logprobs, top_ids=ids)
     else:
-        batch.add_unpadded(hidden=teacher.hidden_states(batch))
+        batch.add_packed(hidden=teacher.hidden_states(batch))
 
 
 def loss_functions(teacher, cfg: Config):
@@ -156,12 +160,13 @@ def loss_functions(teacher, cfg: Config):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("distill"):
+        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("distill", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
-        optimizer_steps = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
+        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
         teacher = runs.build_teacher(cfg, run, task.train, processor, engine)
         loss_fn, logit_functions = loss_functions(teacher, cfg)
         rollout = runs.build_rollout(cfg, path, processor, engine)
@@ -170,9 +175,8 @@ def main(cfg: Config) -> None:
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
-    forwards = cfg.updates_per_batch > 1  # for the old log-probabilities
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -185,22 +189,25 @@ def main(cfg: Config) -> None:
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         flops = 0 if cfg.teacher_servers else runs.engine_flops(teacher, batch)
         counts = runs.batch_totals(
-            cfg, engine, batch, updates=cfg.updates_per_batch, forwards=forwards, flops=flops
+            cfg, engine, batch, updates=cfg.ppo_epochs, forwards=per_batch > 1, flops=flops
         )
         if not counts["tokens"]:
             run.stop("none of its rows can be asked about; see the log")
         if not cfg.teacher_servers:
             ask_engine(teacher, batch, cfg)
         with runs.keep_on_device(engine):
-            if cfg.updates_per_batch > 1:
+            if per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            for _ in range(cfg.updates_per_batch):
-                metrics = engine.train_batch(
-                    batch,
+            updates = [
+                engine.train_batch(
+                    mini_batch,
                     loss_fn,
                     outputs=("logprobs", "entropy"),
                     logit_functions=logit_functions,
                 )
+                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
+            ]
+        metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | counts

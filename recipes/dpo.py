@@ -30,7 +30,12 @@ import torch
 from rlkit import losses, runs
 from rlkit.data import collate, load_pairs, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.losses import pair_mean, preference_stats, sequence_logprobs, sequence_mean_logprobs
+from rlkit.losses import (
+    preference_mean,
+    preference_stats,
+    sequence_logprobs,
+    sequence_mean_logprobs,
+)
 
 
 def orpo_loss(chosen, rejected, chosen_lengths, rejected_lengths, weight: float = 0.1):
@@ -119,7 +124,7 @@ def pair_loss(out, mb, loss: Callable, cfg: Config):
     values = values - sft_coef * sequence_mean_logprobs(out.logprobs[0::2], chosen)
     pairs = mb.total_sequences / 2
     margins = given["chosen"] - given["ref_chosen"], given["rejected"] - given["ref_rejected"]
-    return pair_mean(values, pairs), preference_stats(*margins, pairs)
+    return preference_mean(values, pairs), preference_stats(*margins, pairs)
 
 
 def chosen_and_rejected(row):
@@ -169,7 +174,7 @@ def main(cfg: Config) -> None:
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    pairs_of_steps = runs.one_ahead(map(encode, rows))
+    pairs_of_steps = runs.prefetch(map(encode, rows))
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
         pairs = next(pairs_of_steps)

@@ -15,7 +15,7 @@ without replacement from the n is right: 1 - C(n - c, k) / C(n, k), where c of t
 How it differs from the paper:
 - The paper takes the best of several temperatures for each k. Here there is one, 1 by default.
 - There is no top-p (the paper: 0.95) and no top-k, as in training.
-- An answer is left out, and counted as `unjudged`, if its reward function fails or returns None.
+- An answer is left out, and counted as `unscored`, if its reward function fails or returns None.
 - Samples depend on (seed, row, number of the sample) only, not on restarts or the number of ranks.
 """
 
@@ -57,8 +57,8 @@ def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
             values[f"pass@{k}"] = [
                 runs.pass_at_k(len(rewards), c, k) for rewards, c in zip(enough, right, strict=True)
             ]
-    unjudged = sum(r is None for answer in answers for r in [answer["reward"], *answer["rewards"]])
-    return {**runs.means_of_rows(values), "rows": len(answers), "unjudged": unjudged}
+    unscored = sum(r is None for answer in answers for r in [answer["reward"], *answer["rewards"]])
+    return {**runs.means_of_rows(values), "rows": len(answers), "unscored": unscored}
 
 
 def table(tasks: dict[str, dict[str, float]]) -> str:
@@ -130,8 +130,8 @@ def worst_answers(answers: list[dict], tasks, cfg: Config, processor) -> list:
     """The 40 greedy answers with the lowest rewards, for the page."""
     shown = []
     judged = [answer for answer in answers if answer["reward"] is not None]
-    unjudged = [answer for answer in answers if answer["reward"] is None]
-    for answer in (sorted(judged, key=lambda answer: answer["reward"]) + unjudged)[:40]:
+    unscored = [answer for answer in answers if answer["reward"] is None]
+    for answer in (sorted(judged, key=lambda answer: answer["reward"]) + unscored)[:40]:
         row = tasks[cfg.task.index(answer["task"])].heldout[answer["row"]]
         reward = math.nan if answer["reward"] is None else answer["reward"]
         shown.append(replace(encode_prompt(processor, row), text=answer["text"], reward=reward))
@@ -165,7 +165,7 @@ def main(cfg: Config) -> None:
 
     run.phase("evaluate")
     shown = []
-    if run.writes:
+    if run.is_main_process:
         figures = summaries(answers, batches, cfg, run)
         run.print(table(figures))
         run.log_evaluation(tasks=figures, heldout=len(answers))

@@ -5,7 +5,7 @@
     # servers on four GPUs, and a trainer on four others
     python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 4
     torchrun --nproc-per-node=4 recipes/grpo_async.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --max_staleness 2 --max_new_tokens 1024 --lr 1e-6 \\
+        --task train.jsonl --reward boxed --max_staleness 2 --max_new_tokens 1024 --lr 1e-6 \\
         --servers http://127.0.0.1:8000 http://127.0.0.1:8001 http://127.0.0.1:8002 \\
         http://127.0.0.1:8003
 
@@ -22,10 +22,10 @@ AReaL, https://arxiv.org/abs/2505.24298):
 - There is no KL term.
 """
 
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import tee
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from rlkit.losses import (
     token_mean,
 )
 from rlkit.rewards import score_as_written
-from rlkit.rollout import AsyncSampler, Sampling, measure_mismatch
+from rlkit.rollout import Sampling, measure_mismatch
 from rlkit.rollout.serve import serving
 
 
@@ -91,7 +91,7 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
     gpus = torch.cuda.device_count()
     if not cfg.servers and 0 < gpus <= dist.get_world_size():
         options["transfer"] = "gloo"  # server and trainer share a GPU, which NCCL does not allow
-    if not cfg.servers and run.writes:
+    if not cfg.servers and run.is_main_process:
         run.print(f"starting a vLLM server, its log is in {run.out}")
         flags = [] if gpus else ["--kv-cache-memory-bytes", str(256 << 20)]
         if options:
@@ -109,44 +109,30 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
     return rollout
 
 
-def stop_if_weights_did_not_arrive(cfg: Config, run, sampler, engine, prompts):
+def check_arrival(cfg: Config, run, sampler, engine, prompts):
     """End the run if fresh answers do not have the log-probabilities of the weights just sent."""
     run.phase("weight_sync_check")
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
     sampler.stop_if_out_of_sync(measure_mismatch(sampler.rollout, engine, prompts, sampling))
 
 
-def requests(cfg: Config, start: int, prompts_of_steps):
-    """Prompts of each step and how to sample them; taken when the batch of a step is requested."""
-    for step, prompts in enumerate(prompts_of_steps, start):
-        yield prompts.samples, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step))
+def request(cfg: Config, prompts_of_steps, submit, step: int):
+    """Have the servers answer the next prompts; returns these, and a future of their answers."""
+    prompts = next(prompts_of_steps)
+    sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step))
+    return prompts, submit(prompts.samples, sampling, cfg.group_size)
 
 
-def judged_answers(batches: AsyncSampler, prompts_of_steps, failures: Failures):
-    """The answers of each step, with their rewards; taken when the step is trained."""
-    for judged, prompts in zip(batches, prompts_of_steps, strict=False):
-        generated, rewards, parts, seconds = judged
-        reasons = failures.take()
-        yield runs.Answers(generated, rewards, parts, prompts.skipped, reasons, seconds)
+def judged_answers(prompts, future, failures: Failures) -> runs.Answers:
+    """Wait for the answers to a step's prompts, and for their rewards."""
+    generated, rewards, parts, seconds = future.result()
+    return runs.Answers(generated, rewards, parts, prompts.skipped, failures.take(), seconds)
 
 
-def judged_batches(cfg: Config, start: int, task, sampler):
-    """An AsyncSampler that requests the batches, and an iterator over their judged answers."""
-    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts = runs.one_ahead(map(sampler.encode, rows))
-    requested, trained = tee(prompts)  # the same prompts, taken at two times
-    failures = Failures("reward")
-    submit = score_as_written(
-        sampler.rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
-    )
-    batches = AsyncSampler(
-        sampler.rollout,
-        requests(cfg, start, requested),
-        n=cfg.group_size,
-        max_staleness=cfg.max_staleness,
-        submit=submit,
-    )
-    return batches, judged_answers(batches, trained, failures)
+def cancel(requested) -> None:
+    """Have the servers stop work on batches that will not be trained on."""
+    for _, future in requested:
+        future.cancel()
 
 
 def main(cfg: Config) -> None:
@@ -168,22 +154,29 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, sends_weights=False)
     heldout = sampler.encode(enumerate(task.heldout))
     evaluate = partial(runs.evaluate_heldout, sampler, heldout)
-    check_weights = partial(
-        stop_if_weights_did_not_arrive, cfg, run, sampler, engine, heldout.samples[:4]
-    )
+    check_weights = partial(check_arrival, cfg, run, sampler, engine, heldout.samples[:4])
     sampler.send_weights(rollout)
     check_weights()
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
-    batches, answers_of_steps = judged_batches(cfg, start, task, sampler)
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
+    failures, threads = Failures("reward"), cfg.reward_threads
+    submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
+    request_step = partial(request, cfg, prompts_of_steps, submit)
+    ahead = cfg.max_staleness + 1  # so many steps are requested at a time
+    requested = deque(map(request_step, range(start, cfg.steps)[:ahead]))
+    stack.callback(cancel, requested)
     loss_fn = partial(policy_loss, cfg=cfg)
     run.phase("generate")  # what is waited for
-    for step, answers in zip(run.steps(start, cfg.steps), answers_of_steps, strict=False):
+    for step in run.steps(start, cfg.steps):
+        prompts, future = requested.popleft()
+        answers = judged_answers(prompts, future, failures)
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        batch = collate(answers.judged)
-        age = [float(rollout.version - sample.version) for sample in answers.judged]
+        batch = collate(answers.scored)
+        age = [float(rollout.version - sample.version) for sample in answers.scored]
         batch.add(staleness=torch.tensor(age))
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
@@ -191,7 +184,9 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         if not (mismatch := metrics["mismatch/abs_dlogp"]) <= cfg.max_mismatch:  # also nan
             run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
         run.phase("weight_sync")
-        sampler.send_weights(batches)
+        sampler.send_weights(rollout)
+        if step + ahead < cfg.steps:
+            requested.append(request_step(step + ahead))
 
         metrics |= sampler.metrics(answers) | runs.batch_totals(cfg, engine, batch)
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
@@ -202,6 +197,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
             check_weights()
         run.phase("generate")
 
+    cancel(requested)
     runs.finish(cfg, run, evaluate("after"), model=engine)
 
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=1 recipes/grpo_tools.py  # a tiny Qwen2.5-VL learns where to zoom
     torchrun --nproc-per-node=8 recipes/grpo_tools.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
         --task my_tasks:charts --tool my_tasks:crop --max_turns 4 --max_new_tokens 512 \\
-        --max_response_tokens 4096 --lora_rank 32 --lr 1e-5
+        --max_response_tokens 4096 --lora_rank 32 --lr 1e-5 --rollout vllm
 
 A tool or an environment is a plain function. docs/environments.md has a complete example, and
 rlkit.rollout.agent has more.
@@ -44,8 +44,11 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """The tool or environment: module:function or file.py:function. See docs/environments.md."""
     steps: int = 30
     group_size: int = 8
-    updates_per_batch: int = 1
-    """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
+    ppo_epochs: int = 1
+    """Passes over each batch."""
+    mini_batches: int = 1
+    """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
+    per batch, the ratio is clipped."""
     max_turns: int = 2
     """Maximum number of turns of the policy per episode."""
     max_new_tokens: int = 12
@@ -63,26 +66,27 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     clip_high: float = 0.28
     """Upper bound of the ratio is 1 + clip_high."""
     kl_coef: float = 0.0
-    """Weight of the KL to the initial model in the loss. 0: there is no reference model, and the
-    logged KL is to the sampler."""
+    """Weight of the KL to the initial model in the loss. 0: there is no reference model."""
     warmup_steps: int = 5
 
 
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     policy's tokens of all ranks."""
-    old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
+    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    policy = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
-    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
-    kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+    loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
+    loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
-        "kl": token_mean(kl, mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
         **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
-    return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics
+    if cfg.kl_coef:
+        kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+        loss = loss + cfg.kl_coef * kl
+        metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
+    return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
 def episodes(cfg: Config, rollout, tool, processor, engine):
@@ -110,10 +114,10 @@ def episode(sample) -> list:
 
 def turns_and_aborted(answers, engine):
     """Turns of the policy in an episode, and episodes that their tool ended; over all ranks."""
-    messages = [message for sample in answers.judged for message in episode(sample)]
+    messages = [message for sample in answers.scored for message in episode(sample)]
     counts = {
         "turns": sum(message["role"] == "assistant" for message in messages),
-        "judged": len(answers.judged),
+        "judged": len(answers.scored),
         "aborted": sum(sample.finish_reason == "aborted" for sample in answers.generated),
     }
     counts = runs.totals(engine, **counts)
@@ -141,6 +145,7 @@ def with_tiny_model(cfg: Config, path: Path, task, tool) -> Config:
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_tools"):
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         if cfg.max_response_tokens:
             runs.check_range("max_response_tokens", cfg.max_response_tokens, cfg.max_new_tokens)
         task = runs.load_named_task(cfg, cfg.task)
@@ -149,8 +154,8 @@ def main(cfg: Config) -> None:
         run = runs.start_run("grpo_tools", cfg, task.name)
         cfg = with_tiny_model(cfg, run.out / "init", task, tool)
         path, processor = runs.find_model(cfg, run, task.train)
-        optimizer_steps = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
+        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
@@ -160,9 +165,9 @@ def main(cfg: Config) -> None:
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     loss_fn = partial(policy_loss, cfg=cfg)
-    forwards = bool(reference) + (cfg.updates_per_batch > 1)
+    forwards = bool(reference) + (per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -170,21 +175,23 @@ def main(cfg: Config) -> None:
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        batch = collate(answers.judged)
+        batch = collate(answers.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         with runs.keep_on_device(engine):
-            batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-            if cfg.updates_per_batch > 1:
+            if reference:
+                batch.add(ref_logprobs=reference(batch))
+            if per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            for _ in range(cfg.updates_per_batch):
-                metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+            updates = [
+                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
+                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
+            ]
+        metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)
-        metrics |= runs.batch_totals(
-            cfg, engine, batch, updates=cfg.updates_per_batch, forwards=forwards
-        )
+        metrics |= runs.batch_totals(cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards)
         show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)

@@ -2,18 +2,18 @@
 
     torchrun --nproc-per-node=1 recipes/grpo_vlm.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --reward boxed --lora_rank 32 --max_new_tokens 1024
+        --task train.jsonl --reward boxed --rollout vllm --lora_rank 32 --max_new_tokens 1024
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
 - The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476). The paper takes the
-  mean per answer and then the mean over answers, so a token of a long answer has less weight. To
-  do that, put `sequence_mean` in place of `token_mean` below.
-- clip_high is larger than clip_low (DAPO again). Clipping only matters with updates_per_batch > 1:
-  on a batch that is used once, the ratio is 1.
+  mean per answer and then the mean over answers, so a token of a long answer has less weight. That
+  is `return sequence_mean(loss, mb.mask, mb.total_sequences), metrics` in `policy_loss`.
+- clip_high is larger than clip_low (DAPO again). Clipping only matters with several optimizer steps
+  per batch (ppo_epochs, mini_batches). In the first of them, the ratio is 1.
 - The weight of the KL term is 0.001; the paper's is 0.04.
-- `--loss gspo` (arXiv 2507.18071, with --clip_low 3e-4 --clip_high 4e-4) clips the ratio of a
-  whole answer and averages per answer. `--loss cispo` (arXiv 2506.13585, with --clip_low 1
-  --clip_high 4) clips the importance weight of a token, and no token loses its gradient.
+- `--loss gspo` (arXiv 2507.18071) clips the ratio of a whole answer and averages per answer.
+  `--loss cispo` (arXiv 2506.13585) clips the importance weight of a token, and no token loses its
+  gradient. Each loss has its own clip range, see `CLIP_RANGES`.
 - An answer is left out of its group if its reward function fails or returns None. It does not
   count as wrong.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
@@ -33,6 +33,7 @@ from rlkit.losses import (
     mismatch_stats,
     ratio_stats,
     sequence_mean,
+    sequence_ratio_stats,
     token_mean,
 )
 from rlkit.rollout import Sampling
@@ -42,55 +43,74 @@ LOSSES = {
     "gspo": losses.gspo_loss,
     "cispo": losses.cispo_loss,
 }
+CLIP_RANGES = {  # clip_low and clip_high of losses for which 0.2 and 0.28 are not usual
+    "gspo": (3e-4, 4e-4),  # section 5.1 of its paper; this ratio is far closer to 1 than a token's
+    "cispo": (1.0, 4.0),  # no lower bound, and weights of at most 5, as in TRL
+}
 
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 220
     prompts_per_step: int = 64
-    updates_per_batch: int = 1
-    """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
+    ppo_epochs: int = 1
+    """Passes over each batch."""
+    mini_batches: int = 1
+    """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
+    per batch, the ratio is clipped."""
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
     """clipped: the PPO clip of each token's ratio. gspo: clips the ratio of the whole answer.
     cispo: clips each token's importance weight."""
-    clip_low: float = 0.2
-    """Lower bound of the ratio is 1 - clip_low."""
-    clip_high: float = 0.28
-    """Upper bound of the ratio is 1 + clip_high."""
+    clip_low: float | None = None
+    """Lower bound of the ratio is 1 - clip_low. Default: 0.2, gspo 3e-4, cispo 1."""
+    clip_high: float | None = None
+    """Upper bound of the ratio is 1 + clip_high. Default: 0.28, gspo 4e-4, cispo 4."""
     kl_coef: float = 0.001
-    """Weight of the KL to the initial model in the loss. 0: there is no reference model, and the
-    logged KL is to the sampler."""
+    """Weight of the KL to the initial model in the loss. 0: there is no reference model."""
+
+
+def clip_range(cfg: Config) -> dict[str, float]:
+    """The clip range of the options; by default that of the loss."""
+    low, high = CLIP_RANGES.get(cfg.loss, (0.2, 0.28))
+    return {
+        "clip_low": low if cfg.clip_low is None else cfg.clip_low,
+        "clip_high": high if cfg.clip_high is None else cfg.clip_high,
+    }
 
 
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens counts the
     tokens of the whole batch, over all ranks."""
-    old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
-    clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    policy = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, **clip)
-    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
-    kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
+    clip = clip_range(cfg)
+    given = out.logprobs, old, mb.advantages, mb.mask
+    loss = LOSSES[cfg.loss](*given, **clip)
+    loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
-        "kl": token_mean(kl, mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-        **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
-    loss = policy + cfg.kl_coef * kl
+    if cfg.kl_coef:
+        kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+        loss = loss + cfg.kl_coef * kl
+        metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
     if cfg.loss == "gspo":
+        metrics |= sequence_ratio_stats(*given, **clip, total=mb.total_sequences)
         return sequence_mean(loss, mb.mask, mb.total_sequences), metrics
+    metrics |= ratio_stats(*given, **clip, total=mb.total_tokens)
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_vlm"):
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_vlm", cfg, task.name, task.train)
         path, processor = runs.find_model(cfg, run, task.train)
-        optimizer_steps = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
+        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
@@ -99,9 +119,9 @@ def main(cfg: Config) -> None:
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     loss_fn = partial(policy_loss, cfg=cfg)
-    forwards = bool(reference) + (cfg.updates_per_batch > 1)
+    forwards = bool(reference) + (per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -109,21 +129,23 @@ def main(cfg: Config) -> None:
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        batch = collate(answers.judged)
+        batch = collate(answers.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         with runs.keep_on_device(engine):
-            batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-            if cfg.updates_per_batch > 1:
+            if reference:
+                batch.add(ref_logprobs=reference(batch))
+            if per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            for _ in range(cfg.updates_per_batch):
-                metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+            updates = [
+                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
+                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
+            ]
+        metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)
-        metrics |= runs.batch_totals(
-            cfg, engine, batch, updates=cfg.updates_per_batch, forwards=forwards
-        )
+        metrics |= runs.batch_totals(cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         if runs.evaluate_every(cfg, run, step, evaluate, engine):

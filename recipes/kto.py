@@ -33,7 +33,7 @@ from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
     kto_kl_estimate,
     kto_loss,
-    pair_mean,
+    preference_mean,
     sequence_logprobs,
     sequence_mean_logprobs,
 )
@@ -67,10 +67,10 @@ def answer_loss(out, mb, z0, good: float, cfg: Config):
     loss = loss - cfg.sft_coef * label * sequence_mean_logprobs(out.logprobs, mb.mask)
     log_ratio = (logprobs - ref_logprobs).detach()
     right = torch.where(label, log_ratio > z0, log_ratio < z0)
-    return pair_mean(loss, total), {
-        "marked/accuracy": pair_mean(right.float(), total),
-        "marked/good": pair_mean(log_ratio * label, good),
-        "marked/bad": pair_mean(log_ratio * ~label, total - good),
+    return preference_mean(loss, total), {
+        "marked/accuracy": preference_mean(right.float(), total),
+        "marked/good": preference_mean(log_ratio * label, good),
+        "marked/bad": preference_mean(log_ratio * ~label, total - good),
     }
 
 
@@ -123,8 +123,8 @@ def main(cfg: Config) -> None:
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    answers_of = own_answer, other_answer if cfg.baseline else None
-    encode = runs.answer_encoder(cfg, run, path, processor, engine, *answers_of)
+    others = other_answer if cfg.baseline else None
+    encode = runs.answer_encoder(cfg, run, path, processor, engine, own_answer, others)
     # the two rows of a pair have one prompt: it is answered once, and they are apart for z_0
     first = set(first_of_sources(task.heldout))
     rows = sorted(enumerate(task.heldout), key=lambda one: one[0] not in first)
@@ -132,14 +132,14 @@ def main(cfg: Config) -> None:
     prompts = [prompt for prompt in heldout.samples if prompt.group_id in first]
     heldout_batch = own_batch(heldout.sequences)
     heldout_batch.add(ref_logprobs=reference(heldout_batch))
-    good = engine.global_sum(heldout_batch.label.sum()).item()
+    heldout_good = engine.global_sum(heldout_batch.label.sum()).item()
 
     def evaluate(when: str):
         """Loss of the held-out answers, share of them on their side of z_0, and accuracy of greedy
         ones."""
         run.phase("evaluate")
         z0 = estimate_z0(heldout.others, cfg, engine, reference)
-        loss_fn = partial(answer_loss, z0=z0, good=good, cfg=cfg)
+        loss_fn = partial(answer_loss, z0=z0, good=heldout_good, cfg=cfg)
         out = engine.infer_batch(heldout_batch)
         metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
         measured = {"heldout_loss": metrics["loss"], "marked_accuracy": metrics["marked/accuracy"]}
@@ -147,13 +147,14 @@ def main(cfg: Config) -> None:
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    answers_of_steps = runs.one_ahead(map(encode, map(with_other_answers, rows)))
+    answers_of_steps = runs.prefetch(map(encode, map(with_other_answers, rows)))
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
         answers = next(answers_of_steps)
         batch = rebalance_across_ranks(own_batch(answers.sequences), engine.data_parallel_group)
-        counts = {"skipped_rows": len(answers.skipped), "good": batch.label.sum()}
-        counts = runs.batch_totals(cfg, engine, batch, forwards=1 + 2 * cfg.baseline, **counts)
+        good = engine.global_sum(batch.label.sum()).item()
+        skipped, forwards = len(answers.skipped), 1 + 2 * cfg.baseline
+        counts = runs.batch_totals(cfg, engine, batch, forwards=forwards, skipped_rows=skipped)
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 
@@ -161,7 +162,7 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             batch.add(ref_logprobs=reference(batch))
             z0 = estimate_z0(answers.others, cfg, engine, reference)
-            loss_fn = partial(answer_loss, z0=z0, good=counts.pop("good"), cfg=cfg)
+            loss_fn = partial(answer_loss, z0=z0, good=good, cfg=cfg)
             metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}
         run.log(step, metrics, show={"loss": "loss", "accuracy": "marked/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=1 recipes/ppo.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/ppo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --prompts_per_step 512 --mini_batches 4 --max_new_tokens 1024 \\
-        --lr 1e-6 --critic_lr 1e-5 --kl_coef 0.001
+        --task train.jsonl --reward boxed --rollout vllm --prompts_per_step 512 --mini_batches 4 \\
+        --max_new_tokens 1024 --lr 1e-6 --critic_lr 1e-5 --kl_coef 0.001
 
 How it differs from the paper (https://arxiv.org/abs/1707.06347) and from InstructGPT (arXiv
 2203.02155):
@@ -12,20 +12,19 @@ How it differs from the paper (https://arxiv.org/abs/1707.06347) and from Instru
 - The loss is the mean over all tokens of a mini-batch. Advantages are whitened over all tokens of
   the batch. There is no entropy bonus. The KL to the initial model is subtracted from the reward
   of each token; its weight `kl_coef` is 0 by default.
-- A term for imitating right answers is added to the loss, as in VAPO. With `--lm_coef 0` the
-  default run ends at an accuracy of 0.83 instead of 0.92.
 - An answer is left out if its reward function fails or returns None.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 
 VAPO (https://arxiv.org/abs/2504.05118) is `--critic_lam 1 --length_adaptive_alpha 0.05
---critic_warmup 50 --clip_high 0.28`; during the first 50 steps only its critic is trained. PF-PPO
+--critic_warmup 50 --clip_high 0.28 --lm_coef 0.1`; during the first 50 steps only its critic is
+trained, and `lm_coef` is the weight of a term that imitates right answers. PF-PPO
 (arXiv 2409.06957) is `--pf_ppo_best 0.5`; it weights answers, where the paper resamples them.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
-import numpy as np
 import torch
 
 from rlkit import runs
@@ -35,6 +34,7 @@ from rlkit.advantages import (
     length_adaptive_lambda,
     masked_whiten,
     pf_ppo_weights,
+    rewards_to_tokens,
 )
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
 from rlkit.data import collate, rows_of_steps
@@ -83,8 +83,8 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """If not 0, the policy's lambda is 1 - 1 / (alpha l) for an answer of l tokens. VAPO: 0.05."""
     critic_lam: float = 0.95
     """Lambda of GAE for the critic's targets. VAPO: 1."""
-    lm_coef: float = 0.1
-    """Weight of the negative log-likelihood of answers with a reward above 0.5. Plain PPO: 0."""
+    lm_coef: float = 0.0
+    """Weight of the negative log-likelihood of answers with a reward above 0.5. VAPO: 0.1."""
     normalise_rewards: bool = False
     """Normalise rewards by the running mean and standard deviation (PPO-max, arXiv 2307.04964)."""
     reward_clip: float = 0.0
@@ -101,16 +101,16 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens counts the
     tokens of all ranks."""
+    old, mask = mb.old_logprobs, mb.mask
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    loss = clipped_policy_loss(out.logprobs, mb.old_logprobs, mb.advantages, mb.mask, **clip)
-    loss = token_mean(loss * mb.weights[:, None] * mb.tis, mb.mask, mb.total_tokens)
-    imitation = token_sum(-out.logprobs * mb.lm_weights[:, None], mb.mask)
-    stats = ratio_stats(
-        out.logprobs, mb.old_logprobs, mb.advantages, mb.mask, **clip, total=mb.total_tokens
-    )
+    loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mask, **clip)
+    loss = loss * mb.weights[:, None]
+    loss = loss * importance_weights(old, mb.rollout_logprobs, mask, high=cfg.tis_cap)
+    loss = token_mean(loss, mask, mb.total_tokens)
+    imitation = token_sum(-out.logprobs * mb.lm_weights[:, None], mask)
     return loss + cfg.lm_coef * imitation, {
-        "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-        **stats,
+        "entropy": token_mean(out.entropy, mask, mb.total_tokens),
+        **ratio_stats(out.logprobs, old, mb.advantages, mask, **clip, total=mb.total_tokens),
     }
 
 
@@ -119,17 +119,19 @@ def value_loss(out, mb, cfg: Config):  # out.values [B, T]
     return token_mean(loss * mb.weights[:, None], mb.mask, mb.total_tokens), {}
 
 
-def advantages_and_returns(rewards, values, mask, cfg: Config, global_sum):
-    """Advantages [B, T], whitened over all ranks, and the critic's targets [B, T], from rewards
-    [B, T]."""
-    lam = (
-        length_adaptive_lambda(mask, cfg.length_adaptive_alpha)
-        if cfg.length_adaptive_alpha
-        else cfg.lam
-    )
-    advantages = gae(rewards, values, mask, cfg.gamma, lam).advantages
-    returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam).returns
-    return masked_whiten(advantages, mask, global_sum=global_sum), returns
+def token_rewards(batch, moments: RunningMoments, cfg: Config):
+    """[B, T]: an answer's reward at its last token, minus the KL to the reference at each token."""
+    scaled = scaled_rewards(batch.rewards, moments.mean, moments.std, cfg.reward_clip or inf)
+    if not cfg.kl_coef:
+        return rewards_to_tokens(scaled, batch.mask)
+    kl = kl_k1(batch.old_logprobs, batch.ref_logprobs, batch.mask)
+    return kl_in_reward(scaled, kl, batch.mask, cfg.kl_coef)
+
+
+def policy_lambda(mask, cfg: Config):
+    """Lambda of the policy's advantages: a number, or one per answer."""
+    alpha = cfg.length_adaptive_alpha
+    return length_adaptive_lambda(mask, alpha) if alpha else cfg.lam
 
 
 def answer_weights(rewards, group_ids, cfg: Config):
@@ -147,64 +149,40 @@ def imitation_weights(part, engine):
     return right / tokens.clamp(min=1)
 
 
-def add_estimates(batch, cfg: Config, engine, critic, reference, moments: RunningMoments):
-    """Add to a batch what both losses need; return metrics over all ranks."""
-    rewards, mask = batch.rewards, batch.mask
-    with runs.keep_on_device(engine):  # with LoRA it is also the reference
-        ref = reference(batch) if reference else batch.rollout_logprobs
-        old = engine.infer_batch(batch)["logprobs"]  # [B, T]
-    values = critic.infer_batch(batch)["values"]  # [B, T], of the prefix before each token
-    scaled = scaled_rewards(rewards, moments.mean, moments.std, cfg.reward_clip or torch.inf)
-    token_rewards = kl_in_reward(scaled, kl_k1(old, ref, mask), mask, cfg.kl_coef)  # [B, T]
-    advantages, returns = advantages_and_returns(
-        token_rewards, values, mask, cfg, engine.global_sum
-    )
-    tis = importance_weights(old, batch.rollout_logprobs, mask, high=cfg.tis_cap)
-    batch.add(
-        old_logprobs=old,
-        tis=tis,
-        values=values,
-        advantages=advantages,
-        returns=returns,
-        weights=answer_weights(rewards, batch.group_ids, cfg),
-    )
-    explained = explained_variance(values, returns, mask, engine.global_sum).item()
+def batch_metrics(batch, engine):
+    """What is measured before the updates, over all ranks."""
+    old, values, returns, mask = batch.old_logprobs, batch.values, batch.returns, batch.mask
     tokens = engine.global_sum(mask.sum()).item()
     measured = {
-        "kl": token_mean(kl_k3(old, ref, mask), mask, tokens),
         "value/mean": token_mean(values, mask, tokens),
         "value/squared_error": token_mean((values - returns).square(), mask, tokens),
         **mismatch_stats(old, batch.rollout_logprobs, mask, tokens),
     }
+    if "ref_logprobs" in batch.fields:
+        measured["kl"] = token_mean(kl_k3(old, batch.ref_logprobs, mask), mask, tokens)
+    explained = explained_variance(values, returns, mask, engine.global_sum).item()
     metrics = reduce_metrics(measured, engine.data_parallel_group)
     return metrics | {"value/explained_variance": explained}
 
 
-def mini_batches(batch, cfg: Config, step: int, engine):
-    """The mini-batches of all passes over a batch, each made when it is needed."""
-    for epoch in range(cfg.ppo_epochs):
-        prompts = np.random.default_rng((cfg.seed, step, epoch)).permutation(cfg.prompts_per_step)
-        for part in runs.mini_batches(batch, prompts, cfg.mini_batches, engine):
-            # a part is empty if all of its rows were skipped or unjudged
-            if engine.global_sum(part.mask.sum()) > 0:
-                yield part
-
-
-def update(batch, cfg: Config, step: int, engine, critic):
-    """All optimizer steps of the critic on a batch, then those of the policy; mean metrics."""
+def update_critic(batch, cfg: Config, step: int, engine, critic):
+    """All optimizer steps of the critic on a batch; mean metrics."""
+    loss_fn = partial(value_loss, cfg=cfg)
     with runs.keep_on_device(critic):
-        loss_fn, parts = partial(value_loss, cfg=cfg), mini_batches(batch, cfg, step, engine)
+        parts = runs.mini_batches(batch, cfg, step, engine)
         means = runs.mean_metrics([critic.train_batch(part, loss_fn) for part in parts])
     kept = ("loss", "grad_norm", "lr", "skipped_steps")
-    metrics = {f"critic/{name}": x for name, x in means.items() if name in kept}
-    if step >= cfg.critic_warmup:
-        loss_fn, updates = partial(policy_loss, cfg=cfg), []
-        with runs.keep_on_device(engine):
-            for part in mini_batches(batch, cfg, step, engine):
-                part.add(lm_weights=imitation_weights(part, engine))
-                updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
-        metrics |= runs.mean_metrics(updates)
-    return metrics
+    return {f"critic/{name}": x for name, x in means.items() if name in kept}
+
+
+def update_policy(batch, cfg: Config, step: int, engine):
+    """All optimizer steps of the policy on a batch; mean metrics."""
+    loss_fn, updates = partial(policy_loss, cfg=cfg), []
+    with runs.keep_on_device(engine):
+        for part in runs.mini_batches(batch, cfg, step, engine):
+            part.add(lm_weights=imitation_weights(part, engine))
+            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
+    return runs.mean_metrics(updates)
 
 
 def step_totals(batch, cfg: Config, engine, critic):
@@ -217,6 +195,11 @@ def step_totals(batch, cfg: Config, engine, critic):
     )
 
 
+def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
+    model, lr = cfg.critic_model or path, cfg.critic_lr
+    return runs.build_value_engine(cfg, model, processor, optimizer_steps=optimizer_steps, lr=lr)
+
+
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("ppo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
@@ -227,10 +210,7 @@ def main(cfg: Config) -> None:
         per_step = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
         policy_steps = (cfg.steps - cfg.critic_warmup) * per_step
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
-        critic_path = cfg.critic_model or path
-        critic = runs.build_value_engine(
-            cfg, critic_path, processor, optimizer_steps=cfg.steps * per_step, lr=cfg.critic_lr
-        )
+        critic = build_critic(cfg, path, processor, cfg.steps * per_step)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
         state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
@@ -242,7 +222,7 @@ def main(cfg: Config) -> None:
     rows = rows_of_steps(
         task.train, range(state["step"], cfg.steps), cfg.prompts_per_step, cfg.seed
     )
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(state["step"], cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -250,12 +230,26 @@ def main(cfg: Config) -> None:
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        batch = collate(answers.judged)
+        batch = collate(answers.scored)
+        mask = batch.mask
+        with runs.keep_on_device(engine):  # with LoRA it is also the reference
+            if reference:
+                batch.add(ref_logprobs=reference(batch))
+            batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])  # [B, T]
+        values = critic.infer_batch(batch)["values"]  # [B, T], of the prefix before each token
         if cfg.normalise_rewards:
             moments = moments.update(batch.rewards, engine.global_sum)
-        metrics = add_estimates(batch, cfg, engine, critic, reference, moments)
+        rewards = token_rewards(batch, moments, cfg)  # [B, T]
+        returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam).returns
+        advantages = gae(rewards, values, mask, cfg.gamma, policy_lambda(mask, cfg)).advantages
+        advantages = masked_whiten(advantages, mask, global_sum=engine.global_sum)
+        batch.add(values=values, returns=returns, advantages=advantages)
+        batch.add(weights=answer_weights(batch.rewards, batch.group_ids, cfg))
+        metrics = batch_metrics(batch, engine)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
-        metrics |= update(batch, cfg, step, engine, critic)
+        metrics |= update_critic(batch, cfg, step, engine, critic)
+        if step >= cfg.critic_warmup:
+            metrics |= update_policy(batch, cfg, step, engine)
 
         metrics |= sampler.metrics(answers) | step_totals(batch, cfg, engine, critic)
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})

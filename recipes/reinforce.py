@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=1 recipes/reinforce.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/reinforce.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task train.jsonl --advantage opo --prompts_per_step 256 --group_size 16 \\
-        --max_new_tokens 1024 --lr 1e-6
+        --task train.jsonl --reward boxed --rollout vllm --advantage opo --prompts_per_step 256 \\
+        --group_size 16 --max_new_tokens 1024 --lr 1e-6
 
 `--advantage` is one of rloo (https://arxiv.org/abs/2402.14740), remax (arXiv 2310.10505, with
 --group_size 1), reinforce_plus_plus and reinforce_plus_plus_baseline (arXiv 2501.03262), and opo
@@ -11,8 +11,8 @@
 
 How it differs from the papers:
 - The loss is the mean over all tokens of the batch. The papers of RLOO, ReMax and OPO sum over the
-  tokens of an answer and average over answers. To do that, put `sequence_sum_mean` in place of
-  `token_mean` below.
+  tokens of an answer and average over answers. That is
+  `return sequence_sum_mean(loss, mb.mask, mb.total_sequences), metrics` in `policy_loss`.
 - Each batch is used for one step, so the ratio is 1 and the clip of REINFORCE++ has no effect.
 - `kl_coef` subtracts the KL to the initial model from the reward: per token for REINFORCE++,
   summed over the answer for the others (OPO's paper has none). The greedy answer that is ReMax's
@@ -85,10 +85,12 @@ def policy_loss(out, mb, cfg: Config):
     loss = reinforce_loss(out.logprobs, old, mb.advantages, mb.mask)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
-        "kl": token_mean(kl_k3(old, mb.ref_logprobs, mb.mask), mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
+    if cfg.kl_coef:
+        kl = kl_k3(old, mb.ref_logprobs, mb.mask)
+        metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
@@ -120,13 +122,13 @@ def main(cfg: Config) -> None:
 
     loss_fn = partial(policy_loss, cfg=cfg)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
         sampler.stop_if_rewards_failed(answers)
-        batch = collate(answers.judged)
+        batch = collate(answers.scored)
         if cfg.advantage == "remax":
             batch.add(greedy_rewards=greedy_rewards(sampler, prompts, batch.group_ids))
 
@@ -134,8 +136,8 @@ def main(cfg: Config) -> None:
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         rewards = rewards_to_tokens(batch.rewards, batch.mask)  # [B, T]
         with runs.keep_on_device(engine):
-            batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-            if cfg.kl_coef:
+            if reference:
+                batch.add(ref_logprobs=reference(batch))
                 kl = kl_k1(batch.rollout_logprobs, batch.ref_logprobs, batch.mask)
                 rewards = kl_in_reward(rewards, kl, batch.mask, cfg.kl_coef)
             batch.add(advantages=advantages(rewards, batch, cfg, engine.global_sum))

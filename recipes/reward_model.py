@@ -32,7 +32,7 @@ from rlkit import runs
 from rlkit.data import collate, load_pairs, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.value_head import scoring_batch
-from rlkit.losses import bradley_terry_loss, pair_mean, preference_stats, reward_centring_loss
+from rlkit.losses import bradley_terry_loss, preference_mean, preference_stats, reward_centring_loss
 
 
 @dataclass
@@ -48,7 +48,7 @@ def pair_loss(out, mb, centre_coef: float):
     values = bradley_terry_loss(chosen, rejected, mb.margin[0::2])
     values = values + centre_coef * reward_centring_loss(chosen, rejected)
     pairs = mb.total_sequences / 2
-    return pair_mean(values, pairs), preference_stats(chosen, rejected, pairs)
+    return preference_mean(values, pairs), preference_stats(chosen, rejected, pairs)
 
 
 def margin_of(row) -> float:
@@ -100,7 +100,7 @@ def main(cfg: Config) -> None:
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    pairs_of_steps = runs.one_ahead(map(encode, rows))
+    pairs_of_steps = runs.prefetch(map(encode, rows))
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
         pairs = next(pairs_of_steps)

@@ -9,7 +9,8 @@ message of the assistant.
 
 How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, section 3.5):
 - The loss is the mean over the answer tokens of the whole batch, so a long answer has more weight
-  than a short one. With `sequence_mean` in place of `token_mean` below, all answers have the same.
+  than a short one. All have the same weight with
+  `return sequence_mean(-out.logprobs, mb.mask, mb.total_sequences), {}` in `loss_fn`.
 - The loss covers every message of the assistant, with its end token, and nothing else; with
   `--train_on last` only the last one.
 - The length of a run is given in steps (in the paper: 16 epochs). The learning rate decays
@@ -65,7 +66,7 @@ def main(cfg: Config) -> None:
     evaluate = partial(evaluate_chats, run=run, engine=engine, sampler=sampler, chats=heldout)
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    chats_of_steps = runs.one_ahead(map(encode, rows))
+    chats_of_steps = runs.prefetch(map(encode, rows))
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
         chats = next(chats_of_steps)

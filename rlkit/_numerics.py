@@ -45,7 +45,7 @@ def masked_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
-    """`masked_advantages`, but [B, 1] of [B] advantages: for losses with one value a sequence."""
+    """`masked_advantages`, but [B, 1] of [B] advantages: for losses with one value per sequence."""
     per_token = check.advantages_per_token(advantages, mask).detach()
     return masked(per_token, mask) if advantages.ndim == 2 else at_least_float32(per_token)
 

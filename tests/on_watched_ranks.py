@@ -25,7 +25,7 @@ def keep_the_interpreter(folder):
 def main(folder):
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    run = Run(folder / "run", {}, writes=rank == 0, watchdog=0.4)
+    run = Run(folder / "run", {}, is_main_process=rank == 0, watchdog=0.4)
     run.phase("reward")
     if rank == 1:
         judge_slowly(folder)

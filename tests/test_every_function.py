@@ -28,7 +28,7 @@ ROW_OR_TOKEN = {  # the parameters that are something else in one function than 
     **{(name, "rewards"): (B, T) for name in ("gae", "vtrace", "discounted_returns", "kl_in_reward", "n_step_returns")},
     **{(name, "rewards"): (B, T) for name in ("gigpo_advantages", "hgpo_advantages")},
     **{("a_star_po_loss", x): (B,) for x in ("logprobs", "ref_logprobs", "values")},
-    ("pair_mean", "loss"): (B,),
+    ("preference_mean", "loss"): (B,),
     **{(name, x): (B,) for name in ("kto_loss", "kto_kl_estimate") for x in ("logprobs", "ref_logprobs")},
     ("gdpo_advantages", "rewards"): (B, 2),
     ("kl_in_reward", "kl"): (B, T),

@@ -40,7 +40,7 @@ def test_run_writes_config_and_metrics(tmp_path):
 def test_the_options_of_each_start_are_kept(tmp_path):
     for seed in range(3):
         Run(tmp_path, {"seed": seed}).log(0, {})
-        Run(tmp_path, {"seed": 9}, writes=False)  # another rank
+        Run(tmp_path, {"seed": 9}, is_main_process=False)  # another rank
     seeds = {path.name: json.loads(path.read_text())["seed"] for path in tmp_path.glob("config*.json")}
     assert seeds == {"config-1.json": 0, "config-2.json": 1, CONFIG: 2}
     assert len(read_metrics(tmp_path / METRICS)) == 3  # and what was logged stays until `start_at`
@@ -85,7 +85,7 @@ def test_evaluation_merges(tmp_path):
 
 def test_only_the_writer_writes(tmp_path):
     out = tmp_path / "run"
-    run = Run(out, {}, writes=False)
+    run = Run(out, {}, is_main_process=False)
     run.drop_metrics_from(0)
     run.log(0, {"loss": 1.0})
     assert run.log_evaluation(a=1) == {"a": 1} and not out.exists()
@@ -293,7 +293,7 @@ def test_a_tracker_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match="trackers: expected installed ones, got 'aim'"):
         Run(tmp_path / "a", {}, trackers=["aim"])
     assert not (tmp_path / "a").exists()
-    Run(tmp_path / "a", {}, trackers=["aim"], writes=False)  # one rank tells them
+    Run(tmp_path / "a", {}, trackers=["aim"], is_main_process=False)  # one rank tells them
 
 
 # --- the page while the run goes on
@@ -326,7 +326,7 @@ def test_the_page_is_written_by_time_in_a_thread(tmp_path, monkeypatch):
     assert written == [1, 201, 262]
     run.close()
     Run(tmp_path, {}, write_page=write).log(0, {})  # 0 seconds: never
-    Run(tmp_path, {}, write_page=write, page_seconds=60, writes=False).log(0, {})  # another rank
+    Run(tmp_path, {}, write_page=write, page_seconds=60, is_main_process=False).log(0, {})  # another rank
     assert written == [1, 201, 262]
 
 

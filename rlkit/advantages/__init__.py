@@ -2,7 +2,7 @@
 
     from rlkit.advantages import gae, grpo_advantages
 
-    advantages = grpo_advantages(rewards, group_ids)  # [B], one a sample
+    advantages = grpo_advantages(rewards, group_ids)  # [B], one per sample
     advantages, returns = gae(rewards, values, mask)  # [B, T], with a critic
 
 What most people need: `grpo_advantages`, `dr_grpo_advantages`, `rloo_advantages`, `gae`, `masked_whiten`,

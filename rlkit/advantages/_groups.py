@@ -10,7 +10,7 @@ def group_index(group_ids: Tensor) -> Tensor:
 
 
 def group_sums(x: Tensor, index: Tensor, groups: int | None = None) -> Tensor:
-    """[groups, ...]: the sum of x [B, ...] over group k at k; by default as long as x, slots past the last group 0."""
+    """`out[k]` = sum of x [B, ...] over group k: [groups, ...], by default zero-padded to length B."""
     slots = len(x) if groups is None else groups
     return x.new_zeros(slots, *x.shape[1:]).index_add_(0, index, x)
 
@@ -34,7 +34,7 @@ def judged_rewards(rewards: Tensor) -> tuple[Tensor, Tensor]:
 def centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(rewards minus group mean, 0 where not judged; each sample's group; judged samples of group k at k), all [B].
 
-    Both are counted from the smallest of the group, so that equal rewards give exactly 0.
+    Shift by the group minimum first, so that equal rewards give exactly 0.
     """
     index = group_index(group_ids)
     known, judged = judged_rewards(rewards)

@@ -23,7 +23,7 @@ def suffix_scan(x: Tensor, decay: Tensor) -> Tensor:
     """x[t] + decay[t] * x[t + 1] + decay[t] * decay[t + 1] * x[t + 2] + ... along dimension 0.
 
     Steps t and t + 1 are one step: x[t] + decay[t] * x[t + 1] with decay[t] * decay[t + 1]. Merge the pairs into their
-    even steps, solve that problem of half the length, fill in the odd steps: about three products a token in all, and
+    even steps, solve that problem of half the length, fill in the odd steps: about three products per token in all, and
     no division by a power of decay, which would overflow.
     """
     length = len(x)

@@ -125,7 +125,7 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tenso
     0; none of its tokens is trained on.
 
     Args:
-        lengths: [B], trained tokens a sample (`mask.sum(1)`), >= 0.
+        lengths: [B], trained tokens per sample (`mask.sum(1)`), >= 0.
 
     Returns:
         [B].

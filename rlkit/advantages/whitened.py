@@ -88,7 +88,7 @@ def reinforce_plus_plus_baseline_advantages(
     the root. A group of one has c = 0; verl keeps its reward.
 
     Args:
-        lengths: [B], trained tokens a sample (`mask.sum(1)`), to weigh by tokens; a sample of length 0 gets 0.
+        lengths: [B], trained tokens per sample (`mask.sum(1)`), to weigh by tokens; a sample of length 0 gets 0.
         eps: >= 0; the variance below which a batch counts as equal.
 
     Returns:
@@ -126,7 +126,7 @@ def gdpo_advantages(
 
     Args:
         weights: [R]; by default all 1.
-        lengths: [B], trained tokens a sample (`mask.sum(1)`), to weigh by tokens; a sample of length 0 gets 0.
+        lengths: [B], trained tokens per sample (`mask.sum(1)`), to weigh by tokens; a sample of length 0 gets 0.
         eps: of the groups' standard deviations, >= 0.
 
     Returns:

@@ -354,7 +354,7 @@ class Batch:
             micro-batches and data-parallel ranks. An engine sets them before the first micro-batch; until then they
             count this batch.
         routed_experts: [B, T, layers, K], if a sample has them.
-        unpadded: tensors [N, ...] by name, for the N tokens of `mask`, row after row: what is too large to be padded,
+        packed: tensors [N, ...] by name, for the N tokens of `mask`, row after row: what is too large to be padded,
             such as a teacher's top-k. A loss gets them together with the logits, see `train_batch`.
         Any other tensor ([B] or [B, T]): `batch.advantages`, `batch.ref_logprobs`, ...
     """
@@ -376,7 +376,7 @@ class Batch:
             got = f"{len(self.lengths)} and {len(self.vision)}"
             raise ValueError(f"lengths, vision: expected {len(tokens)} rows, got {got}")
         self.fields: dict[str, Tensor] = {}
-        self.unpadded: dict[str, Tensor] = {}
+        self.packed: dict[str, Tensor] = {}
         self.add(**fields)
         self.total_tokens = mask.sum()
         self.total_sequences = mask.any(1).sum()
@@ -406,8 +406,8 @@ class Batch:
             self.fields[name] = x
         return self
 
-    def add_unpadded(self, **tensors: Tensor) -> Batch:
-        """Adds tensors [N, ...] by name to `unpadded`, for the N tokens of `mask`.
+    def add_packed(self, **tensors: Tensor) -> Batch:
+        """Adds tensors [N, ...] by name to `packed`, for the N tokens of `mask`.
 
         Raises:
             ValueError: another number of tokens.
@@ -416,16 +416,16 @@ class Batch:
         for name, x in tensors.items():
             if not x.ndim or len(x) != count:
                 raise ValueError(f"{name}: expected [{count}, ...], one for each token of mask, got {tuple(x.shape)}")
-            self.unpadded[name] = x
+            self.packed[name] = x
         return self
 
-    def unpadded_rows(self, rows: Sequence[int]) -> Tensor:
-        """Indices into a tensor of `unpadded` of the tokens of these rows, row after row."""
+    def packed_rows(self, rows: Sequence[int]) -> Tensor:
+        """Indices into a tensor of `packed` of the tokens of these rows, row after row."""
         tokens = torch.arange(int(self.mask.sum())).split(self.mask.sum(1).tolist())
         return torch.cat([tokens[0][:0], *(tokens[row] for row in rows)]) if tokens else torch.arange(0)
 
-    def unpadded_at(self, indices: Tensor) -> Tensor:
-        """Indices into a tensor of `unpadded` of tokens that are given by their indices in a flattened [B, T]."""
+    def packed_index(self, indices: Tensor) -> Tensor:
+        """Indices into a tensor of `packed` of tokens that are given by their indices in a flattened [B, T]."""
         return (self.mask.flatten().cumsum(0) - 1)[indices]
 
     @property
@@ -446,13 +446,13 @@ class Batch:
         fields = {name: cut(x) for name, x in self.fields.items()}
         part = Batch(cut(self.tokens), cut(self.mask), lengths, [self.vision[i] for i in rows], **fields)
         part.total_tokens, part.total_sequences = self.total_tokens, self.total_sequences
-        if self.unpadded:
-            tokens = self.unpadded_rows(rows)
-            part.add_unpadded(**{name: x[tokens] for name, x in self.unpadded.items()})
+        if self.packed:
+            tokens = self.packed_rows(rows)
+            part.add_packed(**{name: x[tokens] for name, x in self.packed.items()})
         return part
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device, without its vision and unpadded tensors, which engines move themselves."""
+        """The batch on another device, without its vision and packed tensors, which engines move themselves."""
         fields = {name: x.to(device) for name, x in self.fields.items()}
         moved = Batch(self.tokens.to(device), self.mask.to(device), self.lengths, self.vision, **fields)
         moved.total_tokens, moved.total_sequences = self.total_tokens.to(device), self.total_sequences.to(device)

@@ -133,12 +133,12 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
             samples.append(prompt_sample([], text=write(right, wrong), row=row))
         rewards = score(task.reward, samples)
         judged = rewards[~rewards.isnan()]
-        unjudged = f", {len(rows) - len(judged)} not judged" if len(judged) < len(rows) else ""
+        unscored = f", {len(rows) - len(judged)} not judged" if len(judged) < len(rows) else ""
         if len(judged):
             means[form] = judged.mean().item()
         mean = f"{means[form]:.3g}" if len(judged) else "none"
         yield Finding(
-            f"reward of {form}", f"mean {mean} over {len(rows)} rows{unjudged}: {samples[0].text[:60]!r}", None
+            f"reward of {form}", f"mean {mean} over {len(rows)} rows{unscored}: {samples[0].text[:60]!r}", None
         )
     highest, wrong_reward = max(means.values(), default=0.0), means.get("another row's answer")
     best = [form for form, reward in means.items() if reward == highest]

@@ -17,15 +17,15 @@ What most people need, fifteen functions:
 
 All, by family, each a module:
 
-- policy: one ratio a token. `clipped_policy_loss` (PPO, GRPO, DAPO), `reinforce_loss`, `gpg_loss`, `cispo_loss`,
+- policy: one ratio per token. `clipped_policy_loss` (PPO, GRPO, DAPO), `reinforce_loss`, `gpg_loss`, `cispo_loss`,
   `gppo_loss`, `sapo_loss`
-- sequence_policy: one ratio a sequence. `gspo_loss`, `gspo_token_loss`, `luspo_loss`, `gmpo_loss`, `topr_loss`,
+- sequence_policy: one ratio per sequence. `gspo_loss`, `gspo_token_loss`, `luspo_loss`, `gmpo_loss`, `topr_loss`,
   `sequence_sapo_loss`, `flash_reinforce_loss`, `off_policy_sequence_mask`
 - trust_region: another region than a clipped ratio. `clip_cov_loss`, `kl_cov_loss`, `dppo_tv_loss`, `dppo_kl_loss`,
   `dro_loss`, `vespo_loss`, `m2po_loss`
 - value: `clipped_value_loss`
-- reductions: from values a token to one number. `token_sum`, `token_mean`, `sequence_mean`, `sequence_sum_mean`,
-  `fixed_length_mean`, `prompt_mean`, `group_token_counts`, `pair_mean`
+- reductions: from values per token to one number. `token_sum`, `token_mean`, `sequence_mean`, `sequence_sum_mean`,
+  `fixed_length_mean`, `prompt_mean`, `group_token_counts`, `preference_mean`
 - logprobs: from logits or hidden states. `LogprobsAndEntropy`, `TopkLogprobs`, `token_logprobs`, `align_with_tokens`,
   `target_logprobs`, `token_entropy`, `sum_pi_squared`, `suppress_tokens`, `linear_logprobs`
 - entropy: `top_entropy_mask`, `adaptive_entropy_coef`
@@ -36,8 +36,8 @@ All, by family, each a module:
   `token_rejection_mask`, `rejection_mask`, `sequence_rejection_mask`, `geometric_rejection_mask`,
   `token_divergence_mask`, `sequence_sum_divergence_mask`, `sequence_mean_divergence_mask`,
   `sequence_max_divergence_mask`
-- diagnostics: `ratio_stats`, `value_stats`, `explained_variance`, `mismatch_stats`, `sequence_mismatch_stats`,
-  `effective_sample_size`
+- diagnostics: `ratio_stats`, `sequence_ratio_stats`, `value_stats`, `explained_variance`, `mismatch_stats`,
+  `sequence_mismatch_stats`, `effective_sample_size`
 - preference: pairs of answers, single answers, reward models. `sequence_logprobs`, `sequence_mean_logprobs`,
   `dpo_loss`, `robust_dpo_loss`, `ipo_loss`, `hinge_dpo_loss`, `slic_loss`, `apo_zero_loss`, `simpo_loss`, `orpo_loss`,
   `kto_loss`, `kto_kl_estimate`, `bradley_terry_loss`, `reward_centring_loss`, `preference_stats`
@@ -51,7 +51,7 @@ All, by family, each a module:
 
 Conventions, said here once and held everywhere in rlkit:
 
-- B sequences, T tokens, V vocabulary, H hidden, N packed tokens, G samples a prompt.
+- B sequences, T tokens, V vocabulary, H hidden, N packed tokens, G samples per prompt.
 - A per-token tensor is [B, T] and aligned with the token it speaks of: `logprobs[b, t] = log p(tokens[b, t] |
   tokens[b, :t])`, and column 0 is 0. Nothing has length T-1.
 - Sequences are right-padded, prompt and response in one row. `mask` is bool [B, T], True on the tokens that the policy
@@ -60,11 +60,15 @@ Conventions, said here once and held everywhere in rlkit:
 - `rollout_logprobs` are the sampler's. `old_logprobs` are the trainer's under the weights that the batch was sampled
   with, simply `logprobs.detach()` when a batch is used for one step.
 - Outcome advantages are [B], token-level ones [B, T]; losses take either.
-- Losses return values to be minimised, [B, T], or one a pair or an answer, [P] or [B], where they take whole answers.
+- Losses return values to be minimised, [B, T], or one per pair or answer, [P] or [B], where they take whole answers.
   They take tensors and floats; a variant of a formula is another function. Gradients flow to the policy's own tensors
   only.
 - Reduction is a separate call with its denominator in sight: `token_mean(loss, mask, total=...)`, where `total` counts
   over all micro-batches and data-parallel ranks. The gradient then does not depend on how a batch was split.
+- A function takes `total` where parts of a batch add up: a mean is a sum over a count that is fixed before the batch is
+  cut. It takes `global_sum` where its formula is not linear in sums over the batch: a variance (whitening, explained
+  variance), a maximum with 0 (z_0 of KTO), a product of two means (load balancing). `global_sum` adds a tensor over all
+  ranks, as an engine's method of that name does; by default there is one rank.
 - Masked positions never leak: inputs may hold anything outside the mask, inf and nan included; the result is 0 there,
   with gradient 0.
 - An unmasked log-ratio beyond +-20 counts as +-20 and gets gradient 0, so that no `exp` overflows.
@@ -137,7 +141,7 @@ __all__ = [
     "fixed_length_mean",
     "prompt_mean",
     "group_token_counts",
-    "pair_mean",
+    "preference_mean",
     # logprobs
     "LogprobsAndEntropy",
     "TopkLogprobs",
@@ -176,6 +180,7 @@ __all__ = [
     "sequence_max_divergence_mask",
     # diagnostics
     "ratio_stats",
+    "sequence_ratio_stats",
     "value_stats",
     "explained_variance",
     "mismatch_stats",

@@ -69,6 +69,51 @@ def ratio_stats(
 
 
 @torch.no_grad()
+def sequence_ratio_stats(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor | None,
+    mask: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    total: float | Tensor | None = None,
+) -> dict[str, Tensor]:
+    r"""`ratio_stats` for losses with one ratio per sequence, such as `gspo_loss`.
+
+    $$s = \exp\Big(\frac{1}{|y|} \sum_t m_t (\text{logprobs}_t - \text{old\_logprobs}_t)\Big)$$
+
+    - "ratio/clip_fraction": share of sequences where the clip binds, s > 1 + clip_high where A > 0 or s < 1 - clip_low
+      where A < 0; without advantages, the share of s outside the interval.
+    - "ratio/approx_kl": mean over sequences of each sequence's mean of the k3 estimate of KL(old || new).
+    - "ratio/max": the largest s.
+
+    GSPO, https://arxiv.org/abs/2507.18071 eq. 7.
+
+    Args:
+        advantages: [B], or None for the share of all ratios outside the interval. Of [B, T], the share of a sequence's
+            tokens where the clip binds counts.
+        clip_low, clip_high: as given to the loss; >= 0.
+        total: sequences that have a token, over all micro-batches and ranks; None counts this mask.
+
+    Returns:
+        A dict of 0-d tensors.
+    """
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(clip_low=clip_low, clip_high=clip_high)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    ratio = mean_over_tokens(log_ratio, mask).exp().expand(mask.shape)
+    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+    if advantages is not None:
+        advantages = check.advantages_per_token(advantages, mask)
+        above, below = above & (advantages > 0), below & (advantages < 0)
+    return {
+        "ratio/clip_fraction": sequence_mean((above | below).to(ratio.dtype), mask, total),
+        "ratio/approx_kl": sequence_mean(kl_k3(old_logprobs, logprobs, mask), mask, total),
+        "ratio/max": _largest(masked(ratio, mask)),
+    }
+
+
+@torch.no_grad()
 def value_stats(
     values: Tensor,
     old_values: Tensor,

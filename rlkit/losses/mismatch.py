@@ -164,7 +164,7 @@ def token_rejection_mask(
 
 
 rejection_mask = token_rejection_mask
-"""`token_rejection_mask` under its short name, as `importance_weights` are those of tokens."""
+"""Alias of `token_rejection_mask`."""
 
 
 @torch.no_grad()

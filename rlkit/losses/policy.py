@@ -1,4 +1,4 @@
-r"""Policy-gradient losses with one ratio a token, $r_t = \exp(\text{logprobs}_t - \text{old\_logprobs}_t)$.
+r"""Policy-gradient losses with one ratio per token, $r_t = \exp(\text{logprobs}_t - \text{old\_logprobs}_t)$.
 
 Only `logprobs` gets a gradient, so `old_logprobs` may be the same tensor. At ratio 1 the gradient of the summed loss is
 $-A$ on every trained token, the plain policy gradient.
@@ -66,7 +66,7 @@ def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, m
 
 
 gpg_loss = reinforce_loss
-"""Group Policy Gradient, https://arxiv.org/abs/2504.02546: `reinforce_loss` under its name, with GPG's advantages."""
+"""Alias of `reinforce_loss`: Group Policy Gradient, https://arxiv.org/abs/2504.02546, with `gpg_advantages`."""
 
 
 def cispo_loss(

@@ -8,7 +8,7 @@ $$h_w = \log\pi(y_w) - \log\pi_{ref}(y_w), \quad h_l = \log\pi(y_l) - \log\pi_{r
 for the chosen answer w and the rejected answer l. Unless a function says otherwise these are sums over tokens
 (`sequence_logprobs`); given means (`sequence_mean_logprobs`) the same functions are the length-normalised variants. The
 reference never gets a gradient. No loss here takes the exponential of h, so h is not bounded: the log-sigmoid of a
-large |h| is linear and exact. Reduce with `pair_mean`.
+large |h| is linear and exact. Reduce with `preference_mean`.
 
 Args:
     chosen, rejected: [P], log-probabilities of the answers under the policy.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlkit import _check as check
 from rlkit._numerics import LOG_RATIO_LIMIT, GlobalSum, at_least_float32, masked, one_rank
-from rlkit.losses.reductions import pair_mean
+from rlkit.losses.reductions import preference_mean
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -301,10 +301,10 @@ def preference_stats(
     _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
     r_w, r_l = at_least_float32(chosen_rewards), at_least_float32(rejected_rewards)
     return {
-        "preference/accuracy": pair_mean((r_w > r_l).to(r_w.dtype), total),
-        "preference/margin": pair_mean(r_w - r_l, total),
-        "preference/chosen": pair_mean(r_w, total),
-        "preference/rejected": pair_mean(r_l, total),
+        "preference/accuracy": preference_mean((r_w > r_l).to(r_w.dtype), total),
+        "preference/margin": preference_mean(r_w - r_l, total),
+        "preference/chosen": preference_mean(r_w, total),
+        "preference/rejected": preference_mean(r_l, total),
     }
 
 

@@ -140,11 +140,11 @@ def group_token_counts(mask: Tensor, group_ids: Tensor) -> Tensor:
     return torch.zeros_like(lengths).index_add(0, index, lengths)[index]
 
 
-def pair_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:
+def preference_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:
     r"""Mean over pairs of answers, or over single answers, of a loss on preferences: $\sum_i L_i / \text{total}$.
 
     Args:
-        loss: [P], one a pair, or [B], one an answer.
+        loss: [P], one per pair, or [B], one per answer.
         total: pairs, or answers, over all micro-batches and ranks; None counts these.
 
     Returns:

@@ -20,9 +20,9 @@ def load_balancing_loss(
     P_e = \frac{1}{\text{total}} \sum_t p_t(e)$$
     with p the softmax of the logits over the E experts and n the tokens that f counts.
 
-    Switch Transformers, https://arxiv.org/abs/2101.03961 eq. 4 to 6, with k experts a token as in Mixtral. Only P gets
-    a gradient. With `global_sum` the shares f are those of all ranks, https://arxiv.org/abs/2501.11873, which leaves
-    experts free to specialise within a micro-batch.
+    Switch Transformers, https://arxiv.org/abs/2101.03961 eq. 4 to 6, with k experts per token as in Mixtral. Only P
+    gets a gradient. With `global_sum` the shares f are those of all ranks, https://arxiv.org/abs/2501.11873, which
+    leaves experts free to specialise within a micro-batch.
 
     Choices: this is the loss of one layer; add up the layers'. transformers takes f and P over the tokens of all layers
     together, so that one layer's load can make up for another's. For one layer both are the same.
@@ -30,7 +30,7 @@ def load_balancing_loss(
     Args:
         router_logits: [B, T, E], of one layer.
         mask: bool [B, T], True on the tokens to balance: all but padding.
-        top_k: experts a token goes to, in [1, E].
+        top_k: number of experts that a token goes to, in [1, E].
         total: tokens of the mask over all micro-batches and ranks; None counts this mask.
         global_sum: adds a tensor over ranks, such as an engine's method of that name; by default this is the batch.
 

@@ -1,4 +1,4 @@
-r"""Policy-gradient losses with one ratio a sequence, and the mask of sequences that the policy has moved away from.
+r"""Policy-gradient losses with one ratio per sequence, and the mask of sequences that the policy has moved away from.
 
 A sequence is its tokens inside the mask, and its value stands on each of them. Only `logprobs` gets a gradient. At
 ratio 1 the gradient of the summed loss is $-A$ on every trained token (times the sequence's length in `luspo_loss`).
@@ -33,7 +33,7 @@ def gspo_loss(
     Choices: verl's gspo is `gspo_token_loss`, with the same gradient.
 
     Args:
-        advantages: [B]; [B, T] with one value a sequence is the same, for others see `gspo_token_loss`.
+        advantages: [B]; [B, T] with one value per sequence is the same, for others see `gspo_token_loss`.
         clip_low, clip_high: s is held within [1 - clip_low, 1 + clip_high]; >= 0.
         dual_clip: c > 1, which holds the loss at -c A where A < 0, or None for no dual clip; TRL's delta.
 
@@ -65,8 +65,8 @@ def gspo_token_loss(
     s_t = \mathrm{sg}(s)\, \frac{\pi_t}{\mathrm{sg}(\pi_t)}$$
 
     with s of `gspo_loss`. GSPO, https://arxiv.org/abs/2507.18071 eq. 13 and 14; reduced by `sequence_mean`. With one
-    advantage a sequence its values are `gspo_loss`'s, and so is its gradient under any reduction that weighs the tokens
-    of a sequence alike.
+    advantage per sequence its values are `gspo_loss`'s, and so is its gradient under any reduction that weighs the
+    tokens of a sequence alike.
 
     Args:
         clip_low, clip_high: s is held within [1 - clip_low, 1 + clip_high]; >= 0.
@@ -99,7 +99,7 @@ def luspo_loss(
     `sequence_sum_mean` of `gspo_loss`. The clips are the paper's, of section 5.1.
 
     Args:
-        advantages: [B]; [B, T] with one value a sequence is the same.
+        advantages: [B]; [B, T] with one value per sequence is the same.
         clip_low, clip_high: s is held within [1 - clip_low, 1 + clip_high]; >= 0.
 
     Returns:
@@ -185,10 +185,10 @@ def sequence_sapo_loss(
 
     The gate of SAPO, https://arxiv.org/abs/2511.20347 eq. 5 and 6, with the ratio of GSPO,
     https://arxiv.org/abs/2507.18071 eq. 7; TRL's importance_sampling_level "sequence" with loss type "sapo". For a
-    ratio a token see `sapo_loss`.
+    ratio per token see `sapo_loss`.
 
     Args:
-        advantages: [B]; [B, T] with one value a sequence is the same.
+        advantages: [B]; [B, T] with one value per sequence is the same.
         tau_pos: temperature where the advantage is positive; > 0.
         tau_neg: temperature elsewhere; > 0.
 
@@ -222,7 +222,7 @@ def flash_reinforce_loss(
     Args:
         logprobs: [B, T]; finite within the mask.
         old_logprobs: [B, T], the sampler's.
-        high: delta, the largest mean divergence to learn from, in nats a token; >= 0; math.inf for all.
+        high: delta, the largest mean divergence to learn from, in nats per token; >= 0; math.inf for all.
 
     Returns:
         [B, T], to be minimised. Only its gradient has a meaning.
@@ -252,7 +252,7 @@ def off_policy_sequence_mask(
 
     Args:
         advantages: [B] or [B, T]; of the latter only a sequence's negative tokens are dropped.
-        high: the largest mean drift to keep, in nats a token; >= 0.
+        high: the largest mean drift to keep, in nats per token; >= 0.
 
     Returns:
         bool [B, T], within the mask.

@@ -236,10 +236,10 @@ def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tenso
     ledger.mark("reference", [x for x in output_layer.keywords.values() if isinstance(x, Tensor)])
     ledger.begin("reference")
     hidden = reference.hidden_states(batch)
-    batch.add_unpadded(hidden=hidden.new_zeros(1, 1).expand(hidden.shape))
+    batch.add_packed(hidden=hidden.new_zeros(1, 1).expand(hidden.shape))
 
-    def function(logits: Tensor, unpadded: Mapping[str, Tensor]) -> Tensor:
-        theirs, mask = output_layer(unpadded["hidden"]), logits.new_ones(1, len(logits), dtype=torch.bool)
+    def function(logits: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
+        theirs, mask = output_layer(packed["hidden"]), logits.new_ones(1, len(logits), dtype=torch.bool)
         return jsd_loss(logits[None], theirs[None, :, : logits.shape[1]], mask)[0]
 
     return function

@@ -27,7 +27,7 @@ def samples_to_train(cfg: Any) -> bool:
 
 def passes(cfg: Any) -> int:
     """How often a step trains on each row."""
-    return getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
+    return getattr(cfg, "ppo_epochs", 1)
 
 
 def optimizer_steps(cfg: Any) -> int:

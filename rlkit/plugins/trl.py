@@ -27,7 +27,7 @@ from rlkit.losses import (
     fixed_length_mean,
     kl_k3,
     kl_k3_weighted,
-    pair_mean,
+    preference_mean,
     ratio_stats,
     sequence_mean,
     sequence_sum_mean,
@@ -188,7 +188,7 @@ class DPOTrainer(TrlDPOTrainer):
         parameters = signature(self.own_loss).parameters
         if "ref_chosen" in parameters:
             given["ref_chosen"], given["ref_rejected"] = self._reference(inputs)
-        loss = pair_mean(self.own_loss(**{name: x for name, x in given.items() if name in parameters}))
+        loss = preference_mean(self.own_loss(**{name: x for name, x in given.items() if name in parameters}))
         logged = {"logps/chosen": chosen.mean(), "logps/rejected": rejected.mean()}
         if "ref_chosen" in given:
             better = chosen - given["ref_chosen"] > rejected - given["ref_rejected"]

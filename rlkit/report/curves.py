@@ -13,7 +13,7 @@ MOST_POINTS = 4000  # per curve; of longer runs only every second row is drawn, 
 # (title, pattern of metric names). A metric belongs to the first group that matches. The alternatives of a pattern give
 # the order of the curves in the group.
 GROUPS = (
-    ("Reward", r"reward/mean|preference/accuracy|heldout/.*|reward/.*|reward_part/.*|preference/.*|groups/.*|unjudged"),
+    ("Reward", r"reward/mean|preference/accuracy|heldout/.*|reward/.*|reward_part/.*|preference/.*|groups/.*|unscored"),
     ("Optimisation", r"loss|kl|entropy|grad_norm|lr|ratio/.*|.*loss.*|critic.*|value/.*|skipped_steps|staleness"),
     ("Sampler against trainer", r"mismatch/.*"),
     ("Answers", r"response_length/.*|tokens|skipped_rows"),

@@ -8,7 +8,7 @@ from typing import Any
 
 Z = 1.96  # quantile of the normal distribution for 95 %
 LOSSES = ("loss", "perplexity", "bits_per_byte", "divergence")  # parts of the names of results that are no rewards
-NOT_MEASURED = ("unjudged", "unanswered")  # results that are numbers of rows without a reward
+NOT_MEASURED = ("unscored", "unanswered")  # results that are numbers of rows without a reward
 MEAN_SUFFIXES = ("_error", "_rows")  # of names: the standard error of a mean, and how many rows it is the mean of
 
 

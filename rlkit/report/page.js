@@ -34,7 +34,7 @@ function showHead() {
   if (DATA.runs.length === 1) {
     const run = DATA.runs[0];
     for (const [name, x] of Object.entries(run.evaluation)) {
-      if (name === "steps" || /_(error|rows)(_|$)/.test(name) || (x === 0 && /skipped|unjudged/.test(name))) continue;
+      if (name === "steps" || /_(error|rows)(_|$)/.test(name) || (x === 0 && /skipped|unscored/.test(name))) continue;
       tile(figureWithInterval(x, run.intervals[name]), name === "heldout" ? "held-out rows" : `held-out ${name.replace(/^heldout_/, "").replaceAll("_", " ")}`);
     }
     if (run.last !== null) tile(run.steps === null ? run.last + 1 : `${run.last + 1} of ${run.steps}`, "steps done");
@@ -188,7 +188,7 @@ function matching() {
       && (!choice.prompt || promptKey(record) === choice.prompt)
       && (choice.rewards !== "differ" || differ)
       && (choice.rewards !== "equal" || (!differ && rewards.length > 0))
-      && (choice.rewards !== "unjudged" || rewards.length < record.answers.length)
+      && (choice.rewards !== "unscored" || rewards.length < record.answers.length)
       && (choice.low === "" || (average !== null && average >= Number(choice.low)))
       && (choice.high === "" || (average !== null && average <= Number(choice.high)))
       && (!text || [record.question, ...record.answers.map((answer) => answer.text)].some((x) => x.toLowerCase().includes(text)));

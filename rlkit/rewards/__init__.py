@@ -1,7 +1,7 @@
 """Rewards: rules, mathematics, programs in a sandbox, models as judges; scores of a batch, computed while others are
 sampled."""
 
-from rlkit.rewards.async_scoring import Judge, score_as_written
+from rlkit.rewards.async_scoring import RewardScorer, score_as_written
 from rlkit.rewards.isolated import isolated
 from rlkit.rewards.judge import chat_judge, model_scores
 from rlkit.rewards.maths import boxed_match, maths_reward
@@ -22,17 +22,17 @@ from rlkit.rewards.rules import (
 )
 from rlkit.rewards.scoring import (
     combine,
-    judged,
     judging_problem,
     part_means,
     reward_stats,
     score,
     score_parts,
+    scored,
     without_thinking,
 )
 
 __all__ = [
-    "Judge",
+    "RewardScorer",
     "all_tests_passed",
     "boxed_match",
     "boxes_iou",
@@ -40,7 +40,7 @@ __all__ = [
     "combine",
     "exact_match",
     "isolated",
-    "judged",
+    "scored",
     "judging_problem",
     "matches",
     "maths_reward",

@@ -71,7 +71,7 @@ def chat_judge(
         model: its name there.
         prompt: a template with `{text}` and names of the row's columns, or a function of text and row.
         parse: the reply's text -> score, None if it holds none.
-        cache: a directory of replies, one file a request, named by a hash of all that was sent; several processes may
+        cache: a directory of replies, one file per request, named by a hash of all that was sent; several processes may
             share it. None keeps nothing.
         parallel: most requests of this reward under way at once, in this process.
         retries: further attempts after a time-out, a broken connection, or status 408, 409, 429 or 5xx, with growing

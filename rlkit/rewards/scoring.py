@@ -66,7 +66,7 @@ def _judge(reward: Reward, failures: Failures, sample: Sample) -> float:
     return math.nan
 
 
-def judged(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
+def scored(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
     """The samples that could be judged, each with its reward."""
     pairs = zip(samples, rewards.tolist(), strict=True)
     return [replace(sample, reward=value) for sample, value in pairs if not math.isnan(value)]
@@ -80,7 +80,7 @@ def judging_problem(
     Args:
         answers, judged: how many answers there are, and how many have a reward, over all ranks.
         max_failed_rewards: largest share of the answers that may have no reward.
-        reasons: why some have none: `Judge.reasons`, or `Failures.take()`.
+        reasons: why some have none: `RewardScorer.reasons`, or `Failures.take()`.
         skipped: why rows have no prompt, from `encode_prompts`.
     """
     if judged >= max(1.0, (1 - max_failed_rewards) * answers):

@@ -1,6 +1,7 @@
 """Ranks that share rows (a model-parallel group) train on the same samples: each generates some, and gets all of them.
 
-Tools are called, and rewards computed (`rlkit.rewards.Judge`), on one rank for each sample, and the results are shared.
+Tools are called, and rewards computed (`rlkit.rewards.RewardScorer`), on one rank for each sample. The results are
+shared.
 
 If each rank generated all of them, the samples would diverge at the first token that two GPUs, or two batches on a
 server, round differently.

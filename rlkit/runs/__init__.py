@@ -13,7 +13,6 @@ A recipe calls these functions, in this order:
     finish(cfg, run, shown, model=engine)
 """
 
-from rlkit.runs.ahead import one_ahead
 from rlkit.runs.answers import Answers, Prompts
 from rlkit.runs.answers_file import append_answers, resume_answers
 from rlkit.runs.checkpoints import finish, resume, save
@@ -53,6 +52,7 @@ from rlkit.runs.options import (
     TrainingOptions,
     check_range,
 )
+from rlkit.runs.prefetch import prefetch
 from rlkit.runs.sampling import PolicySampler, context_length
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
@@ -106,7 +106,7 @@ __all__ = [
     "means_of_rows",
     "mean_metrics",
     "mini_batches",
-    "one_ahead",
+    "prefetch",
     "one_sentence_errors",
     "parse_options",
     "pass_at_k",

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlkit.data import Sample, group_ids
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.report import prompt_record
-from rlkit.rewards import judged, judging_problem, part_means, reward_stats
+from rlkit.rewards import judging_problem, part_means, reward_stats, scored
 from rlkit.runs.evaluation import means_of_rows
 from rlkit.tracking import Run
 
@@ -49,9 +49,9 @@ class Answers:
     judging_seconds: float = 0.0
 
     @property
-    def judged(self) -> list[Sample]:
+    def scored(self) -> list[Sample]:
         """The answers that could be judged, with their rewards."""
-        return judged(self.generated, self.rewards)
+        return scored(self.generated, self.rewards)
 
     def __add__(self, more: Answers) -> Answers:
         return Answers(
@@ -71,10 +71,10 @@ def answer_metrics(answers: Answers, engine: Any) -> dict[str, float]:
     """
     lengths = [len(sample.response_ids) for sample in answers.generated]
     cut = sum(sample.finish_reason == "length" for sample in answers.generated)
-    unjudged = int(answers.rewards.isnan().sum())
-    counts = [len(lengths), sum(lengths), cut, unjudged, len(answers.skipped)]
+    unscored = int(answers.rewards.isnan().sum())
+    counts = [len(lengths), sum(lengths), cut, unscored, len(answers.skipped)]
     sums = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-    count, tokens, cut, unjudged, skipped = sums.tolist()
+    count, tokens, cut, unscored, skipped = sums.tolist()
     longest = torch.tensor(float(max(lengths, default=0)))
     return {
         **reward_stats(answers.rewards, group_ids(answers.generated), engine.global_sum),
@@ -82,7 +82,7 @@ def answer_metrics(answers: Answers, engine: Any) -> dict[str, float]:
         "response_length/mean": tokens / max(count, 1),
         **reduce_metrics({"response_length/max": longest}, engine.data_parallel_group),
         "response_length/cut": cut / max(count, 1),
-        "unjudged": unjudged,
+        "unscored": unscored,
         "skipped_rows": skipped,
         "time/judging": answers.judging_seconds,
     }
@@ -141,28 +141,28 @@ def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
     """Mean reward of the judged answers over all ranks, and the number of answers that could not be judged.
 
     Returns:
-        `accuracy` with `accuracy_error` and `accuracy_rows`, see `means_of_rows`, and `unjudged`. If no answer was
-        judged, as for data without expected answers, only `unjudged`. If no answer was generated, an empty dict.
+        `accuracy` with `accuracy_error` and `accuracy_rows`, see `means_of_rows`, and `unscored`. If no answer was
+        judged, as for data without expected answers, only `unscored`. If no answer was generated, an empty dict.
     """
     results = means_of_rows({"accuracy": answers.rewards[~answers.rewards.isnan()].tolist()}, global_sum)
-    generated, judged = count_judged(answers, global_sum)
-    unjudged = {"unjudged": generated - judged} if generated else {}
-    return {**results, **unjudged} if judged else unjudged
+    generated, judged = count_scored(answers, global_sum)
+    unscored = {"unscored": generated - judged} if generated else {}
+    return {**results, **unscored} if judged else unscored
 
 
-def count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:
+def count_scored(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:
     """The number of answers of all ranks, and the number of those that could be judged."""
     counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
     generated, judged = global_sum(counts.double()).tolist()
     return generated, judged
 
 
-def too_few_judged(answers: Answers, global_sum: GlobalSum, max_failed_rewards: float) -> str:
+def too_few_scored(answers: Answers, global_sum: GlobalSum, max_failed_rewards: float) -> str:
     """Why the run has to stop: more than this share of its answers could not be judged. Empty if it can go on.
 
     With a share of 1, a run never stops.
     """
-    generated, judged = count_judged(answers, global_sum)
+    generated, judged = count_scored(answers, global_sum)
     if max_failed_rewards >= 1:
         return ""
     return judging_problem(generated, judged, max_failed_rewards, answers.reasons, answers.skipped)

@@ -23,7 +23,7 @@ def resume_answers(cfg: RunOptions, run: Run) -> tuple[list[dict[str, Any]], int
     log = run.out / METRICS
     start = len(read_metrics(log)) if cfg.resume and log.exists() else 0
     answers = [answer for answer in read_metrics(run.out / ANSWERS) if answer["step"] < start] if start else []
-    if run.writes:
+    if run.is_main_process:
         (run.out / ANSWERS).write_text(_as_lines(answers))
     return answers, start
 
@@ -43,7 +43,7 @@ def append_answers(run: Run, step: int, answers: Sequence[dict[str, Any]]) -> li
     dist.all_gather_object(per_rank, list(answers))
     by_row = {answer["row"]: answer for local in per_rank for answer in local}
     in_order = [{"step": step, **by_row[row]} for row in sorted(by_row)]
-    if run.writes:
+    if run.is_main_process:
         with (run.out / ANSWERS).open("a") as file:
             file.write(_as_lines(in_order))
     return in_order

@@ -44,7 +44,7 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
     end_after_step(run)
     saved = decided_by_rank_0(lambda: checkpoints(run.out / POLICY)) if cfg.resume else []
     if not saved:
-        if cfg.resume and run.writes:
+        if cfg.resume and run.is_main_process:
             print(f"resume: no checkpoint in {run.out}, starting at step 0", flush=True)
         return {"step": 0}
     if unseen := first_problem(next((str(path) for path in saved if not path.is_dir()), "")):
@@ -55,12 +55,12 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
             states = {folder: engine.load_checkpoint(run.out / folder / name) for folder, engine in engines.items()}
         except DamagedCheckpoint as error:
             damaged[name] = str(error)
-            if run.writes:
+            if run.is_main_process:
                 run.print(f"resume: {error}")
             continue
         if problem := problem_of_rank_0(lambda: _set_aside(run.out, damaged, engines)):
             run.stop(f"resume: expected to rename the damaged checkpoints {', '.join(damaged)}, got: {problem}")
-        if run.writes:
+        if run.is_main_process:
             run.print(f"resume: continuing {run.out} at step {states[POLICY]['step']}")
         run.first_mismatch = states[POLICY].get("first_mismatch")
         return states[POLICY]
@@ -153,7 +153,7 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
         run.log_evaluation(steps=run.step + 1)
     run.close()
     release_directory(run.out)
-    if run.writes:
+    if run.is_main_process:
         repository = getattr(cfg, "push_to_hub", "") if engines else ""
         write_report_and_cards(cfg, run, samples, repository)
         run.print(closing_table(run, engines))

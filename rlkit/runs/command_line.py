@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 Config = TypeVar("Config")
 OF_ONE_RUN = {"versions", "config", "out", "resume", "allow_changes"}
+RENAMED = {"updates_per_batch": "ppo_epochs"}
 DEPENDING_ON_MODEL = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `defaults_of_model`
 
 
@@ -59,6 +60,7 @@ def parse_options(
         ValueError: a configuration file cannot be read, or has an unknown option.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _check_renamed([name.partition("=")[0].lstrip("-") for name in arguments if name.startswith("--")])
     if file := _config_file(arguments):
         arguments = [*_file_arguments(file, config), *arguments]
     cfg = _parse(config, description, arguments, {}, program)
@@ -137,10 +139,17 @@ def _file_arguments(file: str, config: type) -> list[str]:
         # as text, because YAML reads 1e-06 as text
         of_model = {x for x in DEPENDING_ON_MODEL & options.keys() if str(options[x]) == str(defaults.get(x))}
         options = {name: x for name, x in options.items() if name not in OF_ONE_RUN | of_model}
+    _check_renamed(options)
     names = {option.name for option in fields(config)}
     if unknown := sorted(set(options) - names):
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
     return [part for name, x in options.items() for part in _as_arguments(name, x)]
+
+
+def _check_renamed(names: Collection[str]) -> None:
+    for old, new in RENAMED.items():
+        if old in names:
+            raise ValueError(f"{old}: expected --{new}, the new name of this option, got --{old}")
 
 
 def _as_arguments(name: str, x: Any) -> list[str]:

@@ -25,8 +25,9 @@ T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
 os.register_at_fork(after_in_child=_held.clear)  # a forked child must not keep the lock after this process ends
 
-# Options that do not change results, only where and how fast they are computed. A resumed run may change these freely,
-# and others only if --allow_changes names them.
+# Options that a resumed run may change freely; others only if --allow_changes names them. They say where and how fast
+# results are computed, not which. `steps` and `epochs` are among them so that a run can be made longer. This moves the
+# end of the learning-rate schedule, and with it the learning rate of the steps to come.
 CHANGEABLE = """
 config out resume allow_changes epochs steps save_every keep_checkpoints trackers watchdog profile_steps memory_snapshot
 report_seconds plan_seconds log_prompts evaluate_every keep_best patience heldout_samples threads engine

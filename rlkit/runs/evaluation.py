@@ -95,7 +95,7 @@ def record_evaluation(
 
     Args:
         when: "before", "during" or "after" training.
-        results: over all ranks, by name; see `means_of_rows` for NAME_error and NAME_rows. `unjudged` is the number of
+        results: over all ranks, by name; see `means_of_rows` for NAME_error and NAME_rows. `unscored` is the number of
             greedy answers without a reward, and `unanswered` that of rows without an answer.
         rows, skipped: number of held-out rows of this rank that were used, and that could not be used.
     """
@@ -105,13 +105,13 @@ def record_evaluation(
     evaluations = [*(earlier for earlier in _evaluations(run) if earlier["step"] < step), {"step": step, **results}]
     named = {} if when == "during" else {f"{name}_{when}": x for name, x in results.items()}
     run.log_evaluation(**named, heldout=rows, heldout_skipped=skipped, evaluations=evaluations)
-    if run.writes:
+    if run.is_main_process:
         texts = with_intervals(results, rows).items()
         shown = [f"{name.replace('_', ' ')} {text}" for name, text in texts if name not in NOT_MEASURED]
         unanswered = f"; rows without an answer: {count:.0f}" if (count := results.get("unanswered", 0)) else ""
-        unjudged = f"; generated answers without a reward: {count:.0f}" if (count := results.get("unjudged", 0)) else ""
+        unscored = f"; generated answers without a reward: {count:.0f}" if (count := results.get("unscored", 0)) else ""
         after = f"after {step} steps" if when == "during" else when
-        run.print(f"held-out {after}: {', '.join(shown) or 'no answer was judged'} ({rows} rows{unanswered}{unjudged})")
+        run.print(f"held-out {after}: {', '.join(shown) or 'no answer was judged'} ({rows} rows{unanswered}{unscored})")
 
 
 def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], Any], engine: Any) -> None:
@@ -129,7 +129,7 @@ def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], 
         evaluate("before")
         return
     run.step = start - 1
-    if run.writes:
+    if run.is_main_process:
         _drop_evaluations_after(run, start)
     if _is_due(cfg, start):
         steps, exported = decided_by_rank_0(lambda: ([one["step"] for one in _evaluations(run)], _exported_step(run)))
@@ -167,7 +167,7 @@ def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any]
     _keep_if_best(cfg, run, engine)
     best, since = decided_by_rank_0(lambda: best_step(_evaluations(run)))
     stops = 0 < cfg.patience <= since
-    if stops and run.writes:
+    if stops and run.is_main_process:
         run.print(f"no evaluation since step {best} was better: training ends after {finished} steps (--patience)")
     return stops
 
@@ -204,7 +204,7 @@ def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
     if not getattr(cfg, "keep_best", False) or is_replay():
         return
     best = _keep_if_best(cfg, run, engine)
-    if run.writes and _exported_step(run) not in (best, None):
+    if run.is_main_process and _exported_step(run) not in (best, None):
         aside = run.out / "best.outdated"
         shutil.rmtree(aside, ignore_errors=True)
         (run.out / "best").rename(aside)
@@ -218,7 +218,7 @@ def _keep_if_best(cfg: Any, run: Run, engine: Any) -> int:
     if cfg.keep_best and best == finished:
         run.phase("checkpoint")
         export_model(cfg, run, "best", engine)
-        if run.writes:
+        if run.is_main_process:
             (run.out / "best" / EXPORTED_STEP).write_text(json.dumps({"step": finished}))
     return best
 

@@ -12,7 +12,7 @@ from rlkit.report import append_records, prompt_record
 from rlkit.rewards import judging_problem
 from rlkit.rollout import Sampling
 from rlkit.rollout.sampling import sample_name
-from rlkit.runs.answers import Answers, Prompts, accuracy, count_judged, too_few_judged
+from rlkit.runs.answers import Answers, Prompts, accuracy, count_scored, too_few_scored
 from rlkit.runs.evaluation import means_of_rows, pass_at_k, record_evaluation
 from rlkit.runs.rollouts import is_replay
 from rlkit.runs.sampling import PolicySampler
@@ -49,9 +49,9 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
     if cfg.max_new_tokens and unanswered:
         results["unanswered"] = unanswered
     if when != "after":  # `finish` writes the answers after training
-        keep_heldout(run, answers.judged, 0 if when == "before" else run.step + 1)
+        keep_heldout(run, answers.scored, 0 if when == "before" else run.step + 1)
     record_evaluation(run, engine, when, results, rows=len(prompts.samples), skipped=len(prompts.skipped))
-    return answers.judged
+    return answers.scored
 
 
 def with_room_for_an_answer(sampler: PolicySampler, prompts: Prompts, when: str) -> Prompts:
@@ -92,7 +92,7 @@ def sampled_heldout(sampler: PolicySampler, prompts: Prompts) -> dict[str, float
 
 def keep_heldout(run: Run, judged: Iterable[Sample], step: int) -> None:
     """Write rank 0's held-out answers with the lowest rewards to samples.jsonl."""
-    if run.writes:
+    if run.is_main_process:
         worst = sorted(judged, key=lambda sample: sample.reward)[:HELDOUT_KEPT]
         append_records(run.out, [prompt_record(run.out, [sample], "held-out", step) for sample in worst])
 
@@ -104,8 +104,8 @@ def heldout_problem(sampler: PolicySampler, answers: Answers) -> str:
     """
     cfg, global_sum = sampler.cfg, sampler.engine.global_sum
     if hasattr(cfg, "max_failed_rewards"):
-        return too_few_judged(answers, global_sum, cfg.max_failed_rewards)
-    generated, judged = count_judged(answers, global_sum)
+        return too_few_scored(answers, global_sum, cfg.max_failed_rewards)
+    generated, judged = count_scored(answers, global_sum)
     if cfg.reward and generated and not judged:
         return judging_problem(generated, judged, 1.0, answers.reasons)
     return ""

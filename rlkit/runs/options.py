@@ -180,7 +180,7 @@ class EngineOptions:
     """How the model is split over ranks, and how it is computed."""
 
     engine: str = "fsdp2"
-    """fsdp2, fsdp1, megatron, or an engine of another package; see docs/engines.md."""
+    """fsdp2, fsdp1, megatron, or an engine of another package that takes a recipe's arguments; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
     """Parallelism options of the engine, as names and numbers: --parallel tensor 2 pipeline 2; see docs/engines.md."""
     ulysses_sequence_parallel_size: int = 1
@@ -254,7 +254,7 @@ class PolicyOptions(SamplingOptions):
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
     """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
-    value. inf: never, which is the default with --from_rollouts."""
+    value (at least 0.001). inf: never, which is the default with --from_rollouts."""
     save_rollouts: bool = False
     """Save each step's samples, batches and metrics to rollouts/ in the run's directory; see docs/replay.md."""
     from_rollouts: str = ""
@@ -313,7 +313,7 @@ class GivenAnswerOptions(TrainingOptions):
 
 # options of all recipes, by their ranges
 AT_LEAST_1 = """
-steps prompts_per_step prompts_per_draw max_num_gen_batches updates_per_batch mini_batches ppo_epochs max_turns
+steps prompts_per_step prompts_per_draw max_num_gen_batches mini_batches ppo_epochs max_turns
 save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """

@@ -86,7 +86,7 @@ class RecordingEngine:
         outputs: dict[str, Tensor] = {}
         rows = torch.arange(len(batch))
         numbered = Batch(batch.tokens, batch.mask, batch.lengths, batch.vision, **batch.fields, recorded_row=rows)
-        numbered.add_unpadded(**batch.unpadded)
+        numbered.add_packed(**batch.packed)
 
         def recording_loss(out: Any, mb: Batch) -> Any:
             for name, x in out.tensors.items():

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rlkit.data import Sample, Task
-from rlkit.rewards import Judge
+from rlkit.rewards import RewardScorer
 from rlkit.rollout import Sampling, WeightSyncCheck
-from rlkit.runs.answers import Answers, LearningWarnings, Prompts, answer_metrics, keep_answers, too_few_judged
+from rlkit.runs.answers import Answers, LearningWarnings, Prompts, answer_metrics, keep_answers, too_few_scored
 from rlkit.runs.models import sync_check_dtype
 from rlkit.runs.options import sends_adapters
 from rlkit.runs.rollouts import SavedRollouts, record_draw
@@ -102,7 +102,9 @@ class PolicySampler:
         self.sends_weights = sends_weights
         if sampler_bytes := getattr(rollout, "allocated_bytes", 0):
             run.sampler_bytes = sampler_bytes
-        self.judge = Judge(task.reward, threads=cfg.reward_threads, group=getattr(engine, "model_parallel_group", None))
+        self.scorer = RewardScorer(
+            task.reward, threads=cfg.reward_threads, group=getattr(engine, "model_parallel_group", None)
+        )
         self.generate = generate or rollout.generate
         self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
         self.warnings = LearningWarnings(cfg, run)
@@ -182,7 +184,7 @@ class PolicySampler:
         if training and self._reads_rollouts:
             answers = self._saved_answers(prompts, phase)
         else:
-            generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.judge.submit)
+            generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.scorer.submit)
             if training:
                 self._check_routing(generated)
             answers = self._judged(prompts, phase, generated)
@@ -206,8 +208,8 @@ class PolicySampler:
     def _judged(self, prompts: Prompts, phase: str, generated: list[Sample]) -> Answers:
         """Wait until all answers are judged, and return them with their rewards."""
         self.run.phase("reward" if phase == "generate" else phase)  # waiting for the remaining rewards
-        rewards, parts, seconds = self.judge.result()
-        return Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
+        rewards, parts, seconds = self.scorer.result()
+        return Answers(generated, rewards, parts, prompts.skipped, self.scorer.reasons, seconds)
 
     @property
     def _reads_rollouts(self) -> bool:
@@ -226,12 +228,12 @@ class PolicySampler:
             rewards = torch.tensor([sample.reward for sample in generated], dtype=torch.float32)
             return Answers(generated, rewards, skipped=prompts.skipped)
         for i, group in enumerate(groups):
-            self.judge.submit(i, group)
+            self.scorer.submit(i, group)
         return self._judged(prompts, phase, generated)
 
     def stop_if_rewards_failed(self, answers: Answers) -> None:
         """End the run if more than a share `cfg.max_failed_rewards` of all ranks' answers could not be judged."""
-        if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_failed_rewards):
+        if problem := too_few_scored(answers, self.engine.global_sum, self.cfg.max_failed_rewards):
             self.run.stop(problem)
 
     @cached_property
@@ -255,7 +257,7 @@ class PolicySampler:
         If the policy cannot learn from the answers, a warning says why, once. Answers to rank 0's first prompts are
         kept for the page. `weight_sync/bytes` is the size of what the sampling back end was sent for the answers.
         """
-        if self.run.writes:
+        if self.run.is_main_process:
             keep_answers(self.run, answers, self.cfg.log_prompts)
         metrics = answer_metrics(answers, self.engine)
         if self.sent_bytes:  # none are sent to hf

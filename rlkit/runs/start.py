@@ -125,7 +125,7 @@ def start_run(
         out,
         asdict(cfg),
         name=name,
-        writes=first,
+        is_main_process=first,
         trackers=cfg.trackers,
         write_page=page,
         page_seconds=seconds,

@@ -11,22 +11,36 @@ import numpy as np
 from rlkit.data.samples import Batch
 
 
-def mini_batches(batch: Batch, prompts: Sequence[int] | np.ndarray, count: int, engine: Any) -> Iterator[Batch]:
-    """Split a batch into mini-batches with the answers to every count-th prompt. All ranks call this together.
+def mini_batches(
+    batch: Batch, cfg: Any, step: int, engine: Any, prompts: Sequence[int] | np.ndarray | None = None
+) -> Iterator[Batch]:
+    """The mini-batches of `cfg.ppo_epochs` passes over a batch, each made when it is needed.
 
-    A mini-batch has the same prompts on any number of ranks. Its rows are redistributed so that all ranks have about
-    the same number of tokens.
+    Every pass shuffles the prompts and splits them into `cfg.mini_batches` parts. A mini-batch has all answers to its
+    prompts, which are the same on any number of ranks. Its rows are moved so that all ranks have about as many tokens.
+    Mini-batches without a trained token are left out; if the whole batch has none, it is the only mini-batch. All
+    ranks call this together.
 
     Args:
         batch: rows of this rank.
-        prompts: group ids of the prompts of all ranks, in order.
-        count: number of mini-batches; at most one per prompt.
+        cfg: options of the recipe.
+        step: gives, with `cfg.seed`, the order of the prompts.
+        prompts: `group_ids` of all ranks, each once; by default 0 to `cfg.prompts_per_step` - 1.
     """
     from rlkit.engines.balance import rebalance_across_ranks  # it imports transformers, which takes seconds
 
-    for first in range(min(count, len(prompts))):
-        rows = np.flatnonzero(np.isin(batch.group_ids, prompts[first::count]))
-        yield rebalance_across_ranks(batch.select(rows.tolist()), engine.data_parallel_group)
+    prompts = np.arange(cfg.prompts_per_step) if prompts is None else prompts
+    if cfg.mini_batches == 1 or not engine.global_sum(batch.mask.sum()):
+        for _ in range(cfg.ppo_epochs):
+            yield rebalance_across_ranks(batch, engine.data_parallel_group)
+        return
+    for epoch in range(cfg.ppo_epochs):
+        shuffled = np.random.default_rng((cfg.seed, step, epoch)).permutation(prompts)
+        for first in range(min(cfg.mini_batches, len(shuffled))):
+            rows = np.flatnonzero(np.isin(batch.group_ids, shuffled[first :: cfg.mini_batches]))
+            part = batch.select(rows.tolist())
+            if engine.global_sum(part.mask.sum()):
+                yield rebalance_across_ranks(part, engine.data_parallel_group)
 
 
 def keep_on_device(engine: Any) -> AbstractContextManager[None]:

@@ -39,14 +39,15 @@ from rlkit.tracking.watchdog import watch
 class Run:
     """Writes a run's directory: `config.json`, `metrics.jsonl` (one object per step) and `eval.json`.
 
-    Only one process writes; on the others `log` and `log_evaluation` write no files. Each rank is always in a named
-    phase, such as "generate". The seconds of each phase are logged, and a watchdog prints in which phases ranks wait.
+    Only the main process writes; on the others `log` and `log_evaluation` write no files. Each rank is always in a
+    named phase, such as "generate". The seconds of each phase are logged, and a watchdog prints in which phases ranks
+    wait.
 
     Args:
         out: the directory; `rlkit.runs.directory.claim_directory` finds one that no other run is writing to.
         config: the options. When a run is resumed, the config.json of the earlier start is kept as config-1.json, ...
         name: name of the run, for titles; by default the directory's name.
-        writes: whether this process writes.
+        is_main_process: whether this process writes the files.
         trackers: also log metrics to these trackers of accelerate: tensorboard, wandb, mlflow, trackio, ..., or one
             registered with it. A resumed run starts a new run in the tracker.
         write_page: writes the page of the running run. `log` calls it in a thread, at the first step and then every
@@ -71,7 +72,7 @@ class Run:
         config: Mapping[str, Any],
         *,
         name: str = "",
-        writes: bool = True,
+        is_main_process: bool = True,
         trackers: Sequence[str] = (),
         write_page: Callable[[], Any] | None = None,
         page_seconds: float = 0.0,
@@ -79,15 +80,15 @@ class Run:
         watchdog: float = 0.0,
         planned_memory: Mapping[str, float] | None = None,
     ) -> None:
-        self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
+        self.out, self.is_main_process, self.name = Path(out), is_main_process, name or Path(out).name
         self.started = time.monotonic()
         self.progress: Any = None
         self.heldout_status = ""  # the newest held-out accuracy or loss, for the status line
         self.current_step = ""  # prefix of error messages
         self.running_step: int | None = None  # None before the first step, and after the last
         config = {**config, "versions": versions()}
-        self.trackers = start_trackers(trackers, self.out, config) if writes else []
-        if writes:
+        self.trackers = start_trackers(trackers, self.out, config) if is_main_process else []
+        if is_main_process:
             self.out.mkdir(parents=True, exist_ok=True)
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
@@ -120,7 +121,7 @@ class Run:
 
         Held-out answers after `step` finished steps stay, because they are not logged again.
         """
-        if not self.writes:
+        if not self.is_main_process:
             return
         (self.out / METRICS).touch()
         for path in (self.out / METRICS, self.out / SAMPLES):
@@ -131,7 +132,7 @@ class Run:
         """Yields the steps from `start` to `stop` - 1, with a progress bar. Removes earlier metrics of these steps."""
         self.drop_metrics_from(start)
         self.step = start - 1
-        self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
+        self.progress = progress_bar(start, stop, unit=unit, show=self.is_main_process)
         try:
             for step in range(start, stop):
                 self.current_step, self.running_step = f"{unit} {step}: ", step
@@ -198,7 +199,7 @@ class Run:
         memory = highest_of_all_ranks(measured)
         planned = {f"planned_memory/{name}": x for name, x in self.planned_memory.items() if f"memory/{name}" in memory}
         row = {**metrics, **times, **memory, **planned, **rates(metrics, times, self.peak)}
-        if self.writes:
+        if self.is_main_process:
             self._append(METRICS, [{"step": step, **row}])
             self._append(SAMPLES, [{**record, "step": step} for record in self._answers])
             self._write_page_if_due()
@@ -253,7 +254,7 @@ class Run:
                 self.heldout_status = f"{title} {newest[name]:.3g}"
         path = self.out / EVAL
         merged = {**read_object(path), **results}
-        if self.writes:
+        if self.is_main_process:
             self._write(EVAL, merged)
         during = {f"heldout/{name}": x for name, x in newest.items() if name != "step"}
         self._log_to_trackers({f"eval/{name}": x for name, x in results.items()} | during)

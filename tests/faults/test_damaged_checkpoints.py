@@ -194,14 +194,14 @@ def expect_error(kind, function, *args, **options):
         print(f"rank {dist.get_rank()} {kind} {type(error).__name__} {error}", flush=True)
 def on_rank():
     init_distributed()
-    run = Run(sys.argv[1], {}, writes=dist.get_rank() == 0)
+    run = Run(sys.argv[1], {}, is_main_process=dist.get_rank() == 0)
     cfg = SimpleNamespace(resume=True, save_every=1, steps=9, max_skipped_steps=0)
     for step in range(4):
         checkpoints.save(cfg, run, step, checkpoints=Engine())
     for name in ["__0_0.distcp", "__1_0.distcp", ".metadata"]:
         dist.barrier()
         file = run.out / "checkpoints" / "step_4" / name
-        if run.writes:
+        if run.is_main_process:
             content = bytearray(file.read_bytes())
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
@@ -209,23 +209,23 @@ def on_rank():
         print(f"rank {dist.get_rank()} {name} resumed {checkpoints.resume(cfg, run, checkpoints=Engine())}", flush=True)
         checkpoints.save(cfg, run, 3, checkpoints=Engine())
     folder, remove, rename = run.out / "checkpoints", shutil.rmtree, Path.rename
-    if run.writes:
+    if run.is_main_process:
         shutil.rmtree = fail
     expect_error("not removed", checkpoint.keep_newest, folder, 1)
     shutil.rmtree = remove
-    if run.writes:
+    if run.is_main_process:
         (folder / "step_4" / "manifest.json").unlink()
         Path.rename = fail
     dist.barrier()
     expect_error("not set aside", checkpoints.resume, cfg, run, checkpoints=Engine())
-    if run.writes:
+    if run.is_main_process:
         rename(folder / "step_4", folder / "step_4.old")
     expect_error("not restored", checkpoint.read_manifest, folder / "step_4")
     Path.rename = rename
     disk = run.out.with_name(f"disk_{dist.get_rank()}")
     disk.mkdir()
     os.chdir(disk)
-    run = Run("run", {}, writes=dist.get_rank() == 0)
+    run = Run("run", {}, is_main_process=dist.get_rank() == 0)
     expect_error("not shared", checkpoints.save, cfg, run, 0, checkpoints=Engine())
     print(f"rank {dist.get_rank()} left {[path.name for path in Path('run/checkpoints').iterdir()]}", flush=True)
     for rank in (1, 0):

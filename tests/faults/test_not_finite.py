@@ -11,7 +11,7 @@ from rlkit.data import prompt_sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import init_distributed
 from rlkit.rewards import combine, score, score_parts
-from rlkit.rewards.scoring import judged
+from rlkit.rewards.scoring import scored
 from rlkit.runs import checkpoints
 from rlkit.runs.options import TrainingOptions
 from rlkit.tracking import Run
@@ -105,7 +105,7 @@ def test_a_reward_that_is_no_number_of_a_batch_is_not_judged(bad):
     rewards = score(lambda text, row: bad if text == "2" else float(text), SAMPLES)
     assert rewards.isnan().tolist() == [False, False, True, False]
     assert rewards[~rewards.isnan()].tolist() == [0, 1, 3]
-    batch = judged(SAMPLES, rewards)
+    batch = scored(SAMPLES, rewards)
     assert (
         grpo_advantages(torch.tensor([one.reward for one in batch]), torch.zeros(3, dtype=torch.long)).isfinite().all()
     )

@@ -1,4 +1,4 @@
-"""ratio_stats, value_stats, explained_variance, mismatch_stats, sequence_mismatch_stats, effective_sample_size."""
+"""Diagnostics: of ratios, values and the mismatch of sampler and trainer, per token and per sequence."""
 
 import math
 
@@ -13,11 +13,13 @@ from rlkit.losses import (
     effective_sample_size,
     explained_variance,
     geometric_importance_weights,
+    gspo_loss,
     mismatch_stats,
     ratio_stats,
     sequence_importance_weights,
     sequence_mean,
     sequence_mismatch_stats,
+    sequence_ratio_stats,
     value_stats,
 )
 
@@ -74,6 +76,32 @@ def test_clip_fraction_is_where_the_loss_has_no_gradient():
     (grad,) = torch.autograd.grad(clipped_policy_loss(lp, old, adv, mask, 0.2, 0.3).sum(), lp)
     share = ((grad == 0) & mask).sum() / mask.sum()
     assert ratio_stats(lp, old, adv, mask, 0.2, 0.3)["ratio/clip_fraction"].item() == pytest.approx(share.item())
+
+
+def test_share_of_clipped_sequences_is_where_gspo_has_no_gradient():
+    """The policy has moved a little: token ratios are outside GSPO's range, those of whole sequences rarely."""
+    rng = torch.Generator().manual_seed(0)
+    old = -torch.rand(64, 400, generator=rng, dtype=torch.float64)
+    lp = (old + 0.004 * torch.randn(old.shape, generator=rng)).requires_grad_()
+    adv, mask = torch.randn(64, generator=rng), torch.ones(old.shape, dtype=torch.bool)
+    (grad,) = torch.autograd.grad(gspo_loss(lp, old, adv, mask).sum(), lp)
+    share = (grad == 0).all(1).float().mean().item()
+    assert 0 < share < 0.1
+    stats = numbers(sequence_ratio_stats(lp, old, adv, mask))
+    assert stats["ratio/clip_fraction"] == pytest.approx(share)
+    assert stats["ratio/approx_kl"] == pytest.approx(0.004**2 / 2, rel=0.02)
+    assert numbers(ratio_stats(lp, old, adv, mask, 3e-4, 4e-4))["ratio/clip_fraction"] > 0.3
+
+
+def test_sequence_ratio_golden():
+    lp = torch.tensor([[0.5, 2.0, 4.0, 9.0], [0.5, 0.5, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]]).log()
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False], [False] * 4])
+    old, binds = torch.zeros(3, 4), torch.tensor([1.0, -1.0, 1.0])
+    kl = (3.5 - math.log(4)) / 3 + math.log(2) - 0.5  # of 0.5, 2 and 4, and of 0.5 twice: r - 1 - log r
+    expected = {"ratio/clip_fraction": 1.0, "ratio/approx_kl": kl / 2, "ratio/max": 4 ** (1 / 3)}
+    assert numbers(sequence_ratio_stats(lp, old, None, mask)) == pytest.approx(expected)
+    assert numbers(sequence_ratio_stats(lp, old, binds, mask)) == pytest.approx(expected)
+    assert numbers(sequence_ratio_stats(lp, old, -binds, mask))["ratio/clip_fraction"] == 0
 
 
 def test_ratio_golden():
@@ -183,6 +211,7 @@ def test_parts_add_up_to_the_whole(seed, cut, pad):
     parts = [order[:cut], order[cut:]]
     for function, arguments, total in (
         (ratio_stats, (lp, old, adv, mask), mask.sum()),
+        (sequence_ratio_stats, (lp, old, adv, mask), mask.any(1).sum()),
         (mismatch_stats, (lp, old, mask), mask.sum()),
         (sequence_mismatch_stats, (lp, old, mask), mask.any(1).sum()),
     ):
@@ -199,6 +228,7 @@ def test_nothing_gives_zeros(shape, total):
     x, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
     for stats in (
         ratio_stats(x, x, x, mask, total=total),
+        sequence_ratio_stats(x, x, x, mask, total=total),
         mismatch_stats(x, x, mask, total),
         sequence_mismatch_stats(x, x, mask, total),
     ):
@@ -230,6 +260,7 @@ def test_extreme_gaps_stay_finite(gap):
     lp, mask = torch.tensor([[gap, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
     for stats in (
         ratio_stats(lp, torch.zeros(1, 2), None, mask),
+        sequence_ratio_stats(lp, torch.zeros(1, 2), None, mask),
         mismatch_stats(lp, torch.zeros(1, 2), mask),
         sequence_mismatch_stats(lp, torch.zeros(1, 2), mask),
         sequence_mismatch_stats(torch.full((1, 2), -math.inf), torch.zeros(1, 2), mask),

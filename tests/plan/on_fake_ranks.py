@@ -52,8 +52,8 @@ CASES = {  # ranks, models beside the policy, options
     "nf4": (2, (), ["--lora_rank", "4", "--quantize_base"]),
     "fused": (2, ("reference",), ["--use_fused_kernels", "--dtype", "bfloat16"]),
     "critic": (2, ("critic",), []),
-    "offloaded": (2, (), ["--offload_between_phases", "--updates_per_batch", "2"]),
-    "offloaded_lora": (2, (), ["--offload_between_phases", "--updates_per_batch", "2", "--lora_rank", "4"]),
+    "offloaded": (2, (), ["--offload_between_phases", "--ppo_epochs", "2"]),
+    "offloaded_lora": (2, (), ["--offload_between_phases", "--ppo_epochs", "2", "--lora_rank", "4"]),
 }
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--prompts_per_step", "4"]
 STAGES = ["--parallel", "tensor", "2", "pipeline", "2"]

@@ -141,7 +141,8 @@ def test_each_mini_batch_is_an_optimizer_step(cfg):
     if cfg is MEGATRON:
         update = megatron_links.update_link_bytes(three.models["policy"], megatron_links.groups(ParallelDims(), 16, 8))
         assert found[3].link == 6 * update and found[1].link == 2 * update != LinkBytes()
-    assert optimizer_steps(SimpleNamespace(updates_per_batch=3)) == passes(SimpleNamespace(updates_per_batch=3)) == 3
+    several = SimpleNamespace(ppo_epochs=3, mini_batches=2)
+    assert (passes(several), optimizer_steps(several)) == (3, 6)
 
 
 def test_frozen_weights_are_not_copied_back_to_the_host():

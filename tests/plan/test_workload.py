@@ -149,7 +149,7 @@ def test_passes_that_score_a_batch_take_time():
     head = 2 * 64 * 1000 * 64 * workload.rows  # hidden size, vocabulary, tokens of an answer
     assert ppo["old logprobs"].flops - ppo["values"].flops == head
     assert "old logprobs" not in phases("grpo_vlm") and "values" not in phases("grpo_vlm")
-    assert "old logprobs" in phases("grpo_vlm", updates_per_batch=2)
+    assert "old logprobs" in phases("grpo_vlm", ppo_epochs=2) and "old logprobs" in phases("grpo_vlm", mini_batches=2)
     assert "old logprobs" in phases("dapo", mini_batches=2) and "old logprobs" not in phases("dapo", mini_batches=1)
 
 

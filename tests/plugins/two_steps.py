@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from rlkit.advantages import rloo_advantages
 from rlkit.data import Batch
 from rlkit.engines import make_engine
-from rlkit.losses import cispo_loss, ipo_loss, pair_mean, sequence_logprobs, token_mean
+from rlkit.losses import cispo_loss, ipo_loss, preference_mean, sequence_logprobs, token_mean
 
 HERE = Path(__file__).parent
 WORDS = 32  # the vocabulary
@@ -116,6 +116,6 @@ def our_trl_dpo_steps(start, steps):
     def loss_fn(out, mb):
         chosen, rejected = sequence_logprobs(out.logprobs, mb.mask).view(-1, 2).T
         ref_chosen, ref_rejected = sequence_logprobs(mb.ref_logprobs, mb.mask).view(-1, 2).T
-        return pair_mean(ipo_loss(chosen, rejected, ref_chosen, ref_rejected), mb.total_sequences / 2), {}
+        return preference_mean(ipo_loss(chosen, rejected, ref_chosen, ref_rejected), mb.total_sequences / 2), {}
 
     return engine_steps(start, batches, loss_fn)

@@ -241,7 +241,7 @@ def assert_same_step(row, other):
     """The same samples, and the same numbers up to the order in which ranks add them."""
     assert row.keys() == other.keys()
     for name in row.keys() - {"ratio/max"}:
-        exact = name in ("reward/mean", "tokens", "unjudged", "skipped_rows")
+        exact = name in ("reward/mean", "tokens", "unscored", "skipped_rows")
         assert row[name] == (other[name] if exact else pytest.approx(other[name], rel=1e-3, abs=1e-5)), name
 
 

@@ -67,7 +67,7 @@ def test_rows_are_encoded_while_others_are_sampled(warm_dir, tmp_path, monkeypat
 
     monkeypatch.setattr(PolicySampler, "encode", recorded)
     run_here("dapo", "--model", warm_dir, "--out", tmp_path, "--task", "helpers:few_digits", *SMALL)
-    assert len(threads) > 1 and all(name.startswith("one_ahead") for name in threads[1:])
+    assert len(threads) > 1 and all(name.startswith("prefetch") for name in threads[1:])
 
 
 def half_settled():
@@ -96,12 +96,12 @@ def test_a_run_with_nothing_left_to_learn_ends_well(warm_dir, tmp_path, capsys):
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
-def unjudged():
+def unscored():
     return replace(helpers.seen_shortly(), reward=lambda text, row: None)
 
 
 def test_a_run_without_any_verdict_says_so(warm_dir, tmp_path, capsys):
-    arguments = ["--model", warm_dir, "--task", f"{__name__}:unjudged", "--out", tmp_path / "run", *SMALL]
+    arguments = ["--model", warm_dir, "--task", f"{__name__}:unscored", "--out", tmp_path / "run", *SMALL]
     run_here("dapo", *arguments, "--max_failed_rewards", 1)
     assert re.search(r"the run ends here; 0 of [1-9]\d+ answers were judged\n", capsys.readouterr().out)
 
@@ -120,7 +120,7 @@ def test_text_with_lora(text_dir, tmp_path):
     run_here("dapo", "--model", text_dir, "--out", tmp_path / "run", "--task", f"{__name__}:length", *SMALL,
              "--lora_rank", 4, "--exclude_modules", "None", "--use_fused_kernels")  # fmt: skip
     row = numbers(tmp_path / "run")[0]
-    assert row["unjudged"] == 0 and row["grad_norm"] > 0
+    assert row["unscored"] == 0 and row["grad_norm"] > 0
 
 
 def length():

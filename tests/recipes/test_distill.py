@@ -72,7 +72,7 @@ def test_learning_rate_0_does_not_learn(start, teacher, tmp_path):
 def test_resume_is_exact(start, teacher, tmp_path):
     """With several updates a batch."""
     arguments = ["--model", start, "--teacher", teacher, "--task", "helpers:few_digits", *SMALL, "--steps", 4]
-    arguments += ["--updates_per_batch", 2, "--out"]
+    arguments += ["--ppo_epochs", 2, "--out"]
     run_here("distill", *arguments, tmp_path / "whole")
     helpers.stop_after(3, "distill", *arguments, tmp_path / "run")
     run_here("distill", *arguments, tmp_path / "run", "--resume")

@@ -80,7 +80,7 @@ def test_learns_where_to_zoom(warm_dir, tmp_path):
     metrics, evaluation = run(warm_dir, tmp_path / "run", "--task", "test_grpo_tools:few_held_out", "--steps", 24)
     assert has_learned(metrics, evaluation), (evaluation, [row["reward/mean"] for row in metrics])
     assert max(row["mismatch/abs_dlogp"] for row in metrics) < 1e-5
-    assert all(1 < row["turns"] <= 2 and row["aborted"] == row["unjudged"] == 0 for row in metrics)
+    assert all(1 < row["turns"] <= 2 and row["aborted"] == row["unscored"] == 0 for row in metrics)
     assert np.mean([row["turns"] for row in metrics]) > 1.5
     page = (tmp_path / "run" / "report.html").read_text()
     assert "zoom(" in page and " | [image] | " in page
@@ -103,13 +103,13 @@ def test_resume_is_exact(warm_dir, tmp_path):
 def test_a_failing_tool_is_left_out_or_shown(warm_dir, tmp_path, capsys):
     options = ["--steps", 1, *SMALL, "--tool", "test_grpo_tools:shaky", "--max_failed_rewards", 0.99]
     (left_out,), evaluation = run(warm_dir, tmp_path / "out", *options, "--save_rollouts")
-    assert 0 < left_out["aborted"] == left_out["unjudged"] < 32 and evaluation["heldout"] == 20
+    assert 0 < left_out["aborted"] == left_out["unscored"] < 32 and evaluation["heldout"] == 20
     with pytest.raises(SystemExit) as end:  # the step again, with the saved episodes
         replay([str(tmp_path / "out" / "rollouts" / "step_0")])
     said = capsys.readouterr().out
     assert end.value.code == 0 and "\ngrad_norm " in said and said.endswith("nothing differs\n")
     (shown,), _ = run(warm_dir, tmp_path / "shown", *options, "--show_failures")
-    assert shown["aborted"] == shown["unjudged"] == 0
+    assert shown["aborted"] == shown["unscored"] == 0
 
 
 def test_the_game_of_the_page(text_dir, tmp_path, monkeypatch):  # noqa: F811
@@ -122,7 +122,7 @@ def test_the_game_of_the_page(text_dir, tmp_path, monkeypatch):  # noqa: F811
         "--out", "run", "--steps", 1, "--max_turns", 3, "--max_new_tokens", 4,
     )  # fmt: skip
     (row,) = rows(tmp_path / "run")
-    assert 1 <= row["turns"] <= 3 and row["unjudged"] == row["aborted"] == 0
+    assert 1 <= row["turns"] <= 3 and row["unscored"] == row["aborted"] == 0
 
 
 def test_turns_of_the_prompt_are_not_those_of_the_episode(text_dir):  # noqa: F811

@@ -129,7 +129,7 @@ def test_options_of_the_real_thing(warm_dir, tmp_path, capsys):
         "grpo_vlm", "--model", warm_dir, *SMALL, "--task", tmp_path / "rows.jsonl", "--out", tmp_path / "run",
         "--steps", 2, "--lora_rank", 4, "--lora_alpha", 8, "--target_modules", "all-linear",
         "--exclude_modules", ".*visual.*", "--use_fused_kernels", "--use_remove_padding",
-        "--enable_gradient_checkpointing", "--freeze_vision_tower", "--updates_per_batch", 2,
+        "--enable_gradient_checkpointing", "--freeze_vision_tower", "--ppo_epochs", 2,
         "--gpu_memory_utilization", 0.5, "--no-trust_remote_code", "--rollout", "hf", "--seed", 3,
     )  # fmt: skip
     assert "LoRA in model.language_model" in capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_other_papers_losses(warm_dir, tmp_path):
     def gradient(loss, updates):
         out = tmp_path / f"{loss}{updates}"
         arguments = [*SMALL, "--steps", 1, "--temperature", 2, "--kl_coef", 0, "--lr", 5e-3, "--warmup_steps", 1]
-        arguments += ["--loss", loss, "--updates_per_batch", updates, "--clip_low", 0.05, "--clip_high", 0.05]
+        arguments += ["--loss", loss, "--ppo_epochs", updates, "--clip_low", 0.05, "--clip_high", 0.05]
         run_here("grpo_vlm", "--model", warm_dir, "--out", out, *arguments, "--task", "test_grpo_vlm:by_length")
         return numbers(out)[0]["grad_norm"]
 
@@ -160,6 +160,15 @@ def test_other_papers_losses(warm_dir, tmp_path):
     assert min(abs(clipped - gspo), abs(clipped - cispo), abs(gspo - cispo)) > 0.01 * clipped
     known = helpers.load("grpo_vlm").LOSSES
     assert [known[name].__name__ for name in known] == ["clipped_policy_loss", "gspo_loss", "cispo_loss"]
+
+
+def test_each_loss_has_its_own_clip_range():
+    recipe = helpers.load("grpo_vlm")
+    ranges = {"clipped": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+    for loss, (low, high) in ranges.items():
+        assert recipe.clip_range(recipe.Config(loss=loss)) == {"clip_low": low, "clip_high": high}
+        given = recipe.Config(loss=loss, clip_low=0.0, clip_high=0.3)
+        assert recipe.clip_range(given) == {"clip_low": 0.0, "clip_high": 0.3}
 
 
 def test_bad_rows_are_skipped_and_counted(warm_dir, tmp_path, capsys):
@@ -190,7 +199,7 @@ def shaky(text, row):
     return None if row["answer"] == "1" else float(text == row["answer"])
 
 
-def some_unjudged():
+def some_unscored():
     return replace(few_held_out(), reward=shaky)
 
 
@@ -201,14 +210,14 @@ def none_judged():
     return replace(task, heldout=heldout, reward=lambda text, row: 1.0 if "known" in row else None)
 
 
-def test_unjudged_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, caplog):
+def test_unscored_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, caplog):
     options = ["--model", warm_dir, *SMALL, "--steps", 2, "--prompts_per_step", 32, "--max_failed_rewards", 0.5]
-    run_here("grpo_vlm", *options, "--out", tmp_path / "some", "--task", "test_grpo_vlm:some_unjudged")
+    run_here("grpo_vlm", *options, "--out", tmp_path / "some", "--task", "test_grpo_vlm:some_unscored")
     assert "RuntimeError: judge is down" in caplog.text
-    assert all(0 < row["unjudged"] < 64 for row in numbers(tmp_path / "some"))
+    assert all(0 < row["unscored"] < 64 for row in numbers(tmp_path / "some"))
     found = evaluation(tmp_path / "some")
     not_judged = sum(row["answer"] in "01" for row in few_held_out().heldout)
-    assert found["unjudged_before"] == found["unjudged_after"] == not_judged > 0
+    assert found["unscored_before"] == found["unscored_after"] == not_judged > 0
     judged = found["accuracy_after"] * (60 - not_judged)  # accuracy is over the others alone
     assert judged == pytest.approx(round(judged)) and round(judged) > 0
     with pytest.raises(

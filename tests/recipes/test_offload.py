@@ -22,9 +22,9 @@ CASES = {  # options; how often each part came to the device in the second step
     # weights of policy (sampling, estimates, update), critic (estimates, update) and reference; two optimizer states
     "ppo": (["--mini_batches", 2, "--ppo_epochs", 2, "--critic_lr", 1e-3], [3, 2, 1, 1, 1]),
     # weights of policy (sampling, update) and reference; one optimizer state
-    "grpo_vlm": (["--updates_per_batch", 3], [2, 1, 1]),
+    "grpo_vlm": (["--ppo_epochs", 3], [2, 1, 1]),
     # the policy without its adapters is the reference
-    "grpo_vlm, LoRA": (["--updates_per_batch", 3, "--lora_rank", 4], [2, 1]),
+    "grpo_vlm, LoRA": (["--ppo_epochs", 3, "--lora_rank", 4], [2, 1]),
 }
 
 

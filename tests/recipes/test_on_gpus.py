@@ -69,7 +69,7 @@ def test_a_profile_has_the_kernels_of_its_step(tiny_dir, tmp_path):
 def test_adapters_alone_go_to_vllm_over_two_gpus(tiny_dir, tmp_path):
     """The run ends by itself if the sampler lacks the trained adapters."""
     sampler = ["--rollout", "vllm", "--gpu_memory_utilization", 0.4, "--rollout_options", "tensor_parallel_size", 2]
-    adapters = ["--lora_rank", 4, "--sync_adapters", "--offload_between_phases", "--updates_per_batch", 2]
+    adapters = ["--lora_rank", 4, "--sync_adapters", "--offload_between_phases", "--ppo_epochs", 2]
     options = [*CASES["grpo_vlm"][1], *MORE["dapo"], *sampler, *adapters, "--lr", 1e-2, "--steps", 3]
     run("grpo_vlm", *options, "--model", tiny_dir, "--out", tmp_path / "out", ranks=2)
     logged = rows(tmp_path / "out")

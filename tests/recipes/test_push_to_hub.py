@@ -116,7 +116,7 @@ def test_a_card_has_results_but_no_place_of_this_machine(tmp_path):
     config = {"model": "some/vlm", "task": "/home/me/charts.jsonl", "servers": ["http://10.1.2.3:8000"], "lr": 1e-6,
               "reward": "/home/me/rewards.py:right", "out": "/scratch/run", "versions": {"torch": "2.13"}}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    evaluations = [{"step": step, "accuracy": step / 100, "accuracy_error": 0.01, "pass@4": 0.5, "unjudged": 0}
+    evaluations = [{"step": step, "accuracy": step / 100, "accuracy_error": 0.01, "pass@4": 0.5, "unscored": 0}
                    for step in range(0, 60, 2)]  # fmt: skip
     (tmp_path / "eval.json").write_text(json.dumps({"steps": 46, "heldout": 90, "evaluations": evaluations}))
     command = ["torchrun", "a recipe.py", "--task=/home/me/charts.jsonl", "--servers", "http://10.1.2.3:8000"]

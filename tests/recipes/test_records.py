@@ -107,9 +107,9 @@ def test_what_cannot_be_judged_is_left_out_until_it_is_too_much(text_dir, tmp_pa
     options = ["--model", text_dir, *SMALL, "--steps", 1, *options, "--task"]
     run_here(recipe, *options, "half", "--out", tmp_path / "half", "--max_failed_rewards", 0.5)
     (row,) = rows(tmp_path / "half")
-    assert row["unjudged"] == 2 * row.get("groups/drawn", 4) and 8 < row["reward/mean"] < 9
+    assert row["unscored"] == 2 * row.get("groups/drawn", 4) and 8 < row["reward/mean"] < 9
     found = evaluation(tmp_path / "half")
-    assert found["accuracy_before"] in (8, 9) and found["unjudged_before"] == found["unjudged_after"] == 1
+    assert found["accuracy_before"] in (8, 9) and found["unscored_before"] == found["unscored_after"] == 1
     refused = "answers: expected at least 80% of .* judged, got 0: .* x a reward of None"
     with pytest.raises(SystemExit, match=f"{recipe}-sorting-seed0: step 0: {refused}"):
         run_here(recipe, *options, "seen", "--out", tmp_path / "seen")

@@ -136,7 +136,7 @@ def test_two_ranks_evaluate_several_tasks(two_ranks, on_one_rank, start):
     assert 0 < zeros < 20
     assert found[parts]["accuracy"] == 0.5  # over the answers that were judged
     assert found[parts]["pass@1"] == 1
-    assert found[parts]["unjudged"] == 5 * zeros
+    assert found[parts]["unscored"] == 5 * zeros
 
 
 def test_ranks_that_share_rows_evaluate_each_row_once(two_ranks, on_one_rank, start):

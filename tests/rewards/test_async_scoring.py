@@ -10,7 +10,7 @@ import torch
 from waiting import until
 
 from rlkit.data import prompt_sample
-from rlkit.rewards import Judge, async_scoring, combine, multiple_choice, score_as_written, score_parts
+from rlkit.rewards import RewardScorer, async_scoring, combine, multiple_choice, score_as_written, score_parts
 from rlkit.rewards.async_scoring import covered
 
 DEADLINE = 100.0
@@ -121,33 +121,33 @@ def test_rewards_beside_training_need_a_thread():
         score_as_written(Sampler().submit, multiple_choice, threads=0)
 
 
-def write(judge, prompts, n=2):
+def write(scorer, prompts, n=2):
     """A sampler that finishes the answers to the last prompt first."""
     groups = [[replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)] for one in prompts]
     for i in reversed(range(len(groups))):
         wait_for(prompts[i].row["event"])
-        judge.submit(i, groups[i])
+        scorer.submit(i, groups[i])
     return [sample for group in groups for sample in group]
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])
-def test_a_judge_gives_what_score_parts_gives_in_the_order_of_the_prompts(threads):
+def test_a_scorer_gives_what_score_parts_gives_in_the_order_of_the_prompts(threads):
     reward = combine({"one": (1.0, lambda text, row: float(text)), "nan": (0.0, fails)})
-    judge = Judge(reward, threads=threads)
+    scorer = RewardScorer(reward, threads=threads)
     for prompts in (asked_for(None, None, None), asked_for(None), []):  # one after the other, nothing stays
-        samples = write(judge, prompts)
-        rewards, parts, seconds = judge.result()
+        samples = write(scorer, prompts)
+        rewards, parts, seconds = scorer.result()
         expected, expected_parts = score_parts(reward, samples)
         assert torch.equal(rewards, expected) and parts.keys() == expected_parts.keys()
         assert all(torch.equal(parts[name].nan_to_num(-1), expected_parts[name].nan_to_num(-1)) for name in parts)
         assert (seconds > 0) == bool(samples)
 
 
-def test_a_judge_works_during_generation(monkeypatch):
+def test_a_scorer_works_during_generation(monkeypatch):
     slow = SlowReward(monkeypatch)
-    judge = Judge(slow, threads=2)
-    write(judge, asked_for(slow.early_ones_are_judged, None, None))
-    rewards, _, seconds = judge.result()
+    scorer = RewardScorer(slow, threads=2)
+    write(scorer, asked_for(slow.early_ones_are_judged, None, None))
+    rewards, _, seconds = scorer.result()
     torch.testing.assert_close(rewards, torch.tensor([0.0, 0.1, 1.0, 1.1, 2.0, 2.1]))
     assert seconds == 4.0 and not any(slow.main)
 
@@ -157,11 +157,11 @@ def test_without_threads_rewards_are_computed_in_the_main_thread():
         return float(threading.current_thread() is threading.main_thread())
 
     for threads in (0, 1):
-        judge = Judge(here, threads=threads)
-        write(judge, asked_for(None, None))
-        assert judge.result()[0].tolist() == [float(threads == 0)] * 4
+        scorer = RewardScorer(here, threads=threads)
+        write(scorer, asked_for(None, None))
+        assert scorer.result()[0].tolist() == [float(threads == 0)] * 4
     with pytest.raises(ValueError, match="reward_threads: expected at least 0, got -1"):
-        Judge(here, threads=-1)
+        RewardScorer(here, threads=-1)
 
 
 def test_covered():
@@ -170,9 +170,9 @@ def test_covered():
 
 
 def test_reasons_of_the_last_result():
-    judge = Judge(lambda text, row: row["missing"], threads=2)
+    scorer = RewardScorer(lambda text, row: row["missing"], threads=2)
     for i in range(3):
-        judge.submit(i, [prompt_sample([1])])
-    assert judge.result()[0].isnan().all()
-    assert judge.reasons.startswith("3 x KeyError: 'missing' (test_async_scoring.py, line ")
-    assert len(judge.result()[0]) == 0 and judge.reasons == ""
+        scorer.submit(i, [prompt_sample([1])])
+    assert scorer.result()[0].isnan().all()
+    assert scorer.reasons.startswith("3 x KeyError: 'missing' (test_async_scoring.py, line ")
+    assert len(scorer.result()[0]) == 0 and scorer.reasons == ""

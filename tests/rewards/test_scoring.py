@@ -14,7 +14,6 @@ from rlkit.rewards import (
     boxes_iou,
     combine,
     exact_match,
-    judged,
     judging_problem,
     matches,
     maths_reward,
@@ -23,6 +22,7 @@ from rlkit.rewards import (
     reward_stats,
     score,
     score_parts,
+    scored,
     within_length,
     without_thinking,
 )
@@ -46,7 +46,7 @@ def test_reward_failure_is_not_zero(caplog):
     assert rewards.isnan().tolist() == [True] * 5 + [False] * 3
     assert rewards[5:].tolist() == [1.0, 1.0, 0.0]
     assert "row raises" in caplog.text and "RuntimeError: the judge is down" in caplog.text
-    kept = judged(samples, rewards)
+    kept = scored(samples, rewards)
     assert [(s.text, s.reward, s.group_id) for s in kept] == [("int", 1.0, 5), ("true", 1.0, 6), ("wrong", 0.0, 7)]
     assert all(math.isnan(s.reward) for s in samples)  # the samples that came in are untouched
 
@@ -60,9 +60,9 @@ def test_reward_may_not_swallow_an_interrupt():
 
 
 def test_score_of_nothing():
-    assert score(exact_match, []).shape == (0,) and judged([], torch.zeros(0)) == []
+    assert score(exact_match, []).shape == (0,) and scored([], torch.zeros(0)) == []
     with pytest.raises(ValueError):
-        judged([prompt_sample([1])], torch.zeros(2))
+        scored([prompt_sample([1])], torch.zeros(2))
 
 
 def test_rewards_that_wait_are_scored_together_and_stay_in_order():

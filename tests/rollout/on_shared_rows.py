@@ -13,7 +13,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from forked_ranks import fork_ranks  # noqa: E402
 
-from rlkit.rewards import Judge  # noqa: E402
+from rlkit.rewards import RewardScorer  # noqa: E402
 from rlkit.rollout import Observation, Sampling, run_episodes  # noqa: E402
 from rlkit.rollout.agent import ScriptedRollout  # noqa: E402
 from rlkit.rollout.shared_rows import SharedRowsRollout  # noqa: E402
@@ -49,7 +49,7 @@ def on_rank(model):
         calls["reward"] += 1
         return None if row["answer"] == "1" else float(row["state"]["rank"])
 
-    judge = Judge(reward, threads=2, group=dist.group.WORLD)
+    scorer = RewardScorer(reward, threads=2, group=dist.group.WORLD)
     rollout = SharedRowsRollout(Sampler(processor, lambda sample: "go"), dist.group.WORLD, collective=False)
     requests = [encode_prompt(processor, {"question": "q", "answer": str(i)}, group_id=i) for i in range(4)]
     episodes = run_episodes(
@@ -60,13 +60,13 @@ def on_rank(model):
         processor=processor,
         n=2,
         on_failure=lambda error: Observation(str(error)),
-        on_finished=judge.submit,
+        on_finished=scorer.submit,
     )
-    rewards, _, _ = judge.result()
+    rewards, _, _ = scorer.result()
     ranks = [None, None]
     tokens = [sample.token_ids for sample in episodes]
     observations = [sample.row["messages"][2]["content"] for sample in episodes]
-    dist.all_gather_object(ranks, [tokens, observations, rewards.nan_to_num(-1).tolist(), judge.reasons, calls])
+    dist.all_gather_object(ranks, [tokens, observations, rewards.nan_to_num(-1).tolist(), scorer.reasons, calls])
     if rank == 0:
         print(json.dumps(ranks))
     dist.destroy_process_group()

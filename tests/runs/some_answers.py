@@ -10,7 +10,7 @@ import torch
 from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import all_reduce
 from rlkit.runs import Answers, PolicySampler
-from rlkit.runs.answers import accuracy, too_few_judged
+from rlkit.runs.answers import accuracy, too_few_scored
 
 # of each prompt its answers: (reward, a part of it, tokens, finish reason); None: not judged
 PROMPTS = [
@@ -39,12 +39,12 @@ def measure(answers, global_sum=all_reduce, *, config=None, run=None):
     """What a recipe asks about its answers; JSON can hold it."""
     cfg = config or SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=3)
     engine = SimpleNamespace(global_sum=global_sum, data_parallel_group=None)
-    run, rollout = run or SimpleNamespace(print=print, writes=False), SimpleNamespace(generate=None)
+    run, rollout = run or SimpleNamespace(print=print, is_main_process=False), SimpleNamespace(generate=None)
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
     return {
         "metrics": sampler.metrics(answers),
         "accuracy": accuracy(answers, global_sum),
-        "stops": [bool(too_few_judged(answers, global_sum, share)) for share in (0.1, 0.3, 0.4, 1.0)],
+        "stops": [bool(too_few_scored(answers, global_sum, share)) for share in (0.1, 0.3, 0.4, 1.0)],
     }
 
 
@@ -54,7 +54,7 @@ def expected():
     judged = [[reward for reward, *_ in group if reward is not None] for group in PROMPTS]
     judged = [group for group in judged if group]
     lengths = [tokens for *_, tokens, _ in EVERY]
-    unjudged = len(EVERY) - len(rewards)
+    unscored = len(EVERY) - len(rewards)
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -65,7 +65,7 @@ def expected():
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
         "response_length/cut": fmean(finish == "length" for *_, finish in EVERY),
-        "unjudged": unjudged,
+        "unscored": unscored,
         "skipped_rows": len(SKIPPED),
         "time/judging": 0.0,
     }
@@ -76,7 +76,7 @@ def expected():
             "accuracy": fmean(rewards),
             "accuracy_error": error,
             "accuracy_rows": len(rewards),
-            "unjudged": unjudged,
+            "unscored": unscored,
         },
-        "stops": [share < unjudged / len(EVERY) for share in (0.1, 0.3, 0.4, 1.0)],
+        "stops": [share < unscored / len(EVERY) for share in (0.1, 0.3, 0.4, 1.0)],
     }

@@ -80,7 +80,7 @@ def test_intervals_of_other_values():
 
 
 def test_intervals_by_name():
-    found = {"accuracy_after": 1.0, "accuracy_error_after": 0.0, "accuracy_rows_after": 4, "unjudged_after": 6,
+    found = {"accuracy_after": 1.0, "accuracy_error_after": 0.0, "accuracy_rows_after": 4, "unscored_after": 6,
              "heldout": 10, "loss_after": 2.0}  # fmt: skip
     assert intervals(found, 10, "_after") == {"accuracy_after": confidence_interval(1.0, 0.0, 4)}
     assert intervals(found, 10) == {} and intervals({"a": math.nan, "a_error": 0.1}, None) == {}
@@ -93,7 +93,7 @@ def test_intervals_by_name():
     for name in ("word_perplexity", "bits_per_byte", "kl_divergence"):
         assert intervals({name: 0.5, f"{name}_error": 0.1}, 100)[name] == pytest.approx((0.304, 0.696))
     texts = with_intervals(found, 10, "_after")
-    assert texts == {"accuracy_after": "1.000 (95 %: 0.510 to 1.000)", "unjudged_after": "6.000", "loss_after": "2.000"}
+    assert texts == {"accuracy_after": "1.000 (95 %: 0.510 to 1.000)", "unscored_after": "6.000", "loss_after": "2.000"}
 
 
 def test_the_interval_of_sampled_answers_counts_their_rows():
@@ -108,7 +108,7 @@ def test_the_interval_of_sampled_answers_counts_their_rows():
     found = sampled_heldout(sampler, Prompts([], []))
     rows = {"sampled": 4, "pass@1": 4, "pass@2": 3, "pass@4": 2}
     assert {name: found[f"{name}_rows"] for name in rows} == rows
-    greedy = {"accuracy": 1.0, "accuracy_error": 0.0, "accuracy_rows": 5.0, "unjudged": 3.0}
+    greedy = {"accuracy": 1.0, "accuracy_error": 0.0, "accuracy_rows": 5.0, "unscored": 3.0}
     assert intervals(greedy | found, 8) == {
         name: confidence_interval(1.0, 0.0, count) for name, count in {"accuracy": 5, **rows}.items()
     }
@@ -166,7 +166,7 @@ class Engine:
 
 
 def test_where_nothing_was_judged_the_line_says_so(tmp_path, capsys):
-    record_evaluation(Run(tmp_path, {}), Engine(), "before", {"unjudged": 32.0}, rows=32, skipped=0)
+    record_evaluation(Run(tmp_path, {}), Engine(), "before", {"unscored": 32.0}, rows=32, skipped=0)
     expected = "held-out before: no answer was judged (32 rows; generated answers without a reward: 32)\n"
     assert expected in capsys.readouterr().out
 

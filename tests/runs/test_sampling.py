@@ -13,7 +13,7 @@ from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed
 from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.runs import Answers, PolicySampler, Prompts, evaluate_heldout
-from rlkit.runs.answers import LearningWarnings, accuracy, too_few_judged
+from rlkit.runs.answers import LearningWarnings, accuracy, too_few_scored
 from rlkit.vlm import load_processor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,24 +39,24 @@ def test_measurements_are_those_of_loops():
 def test_draws_are_added_up():
     """As one rank's answers of several draws are."""
     added = of_a_rank(0, 2) + of_a_rank(1, 2)
-    assert measure(added)["metrics"] == pytest.approx(expected()["metrics"]) and len(added.judged) == len(EVERY) - 3
+    assert measure(added)["metrics"] == pytest.approx(expected()["metrics"]) and len(added.scored) == len(EVERY) - 3
 
 
-def unjudged(count):
+def unscored(count):
     return Answers(of_a_rank(0, 1).generated[:count], torch.full((count,), math.nan))
 
 
 def test_nothing_that_was_judged():
-    assert accuracy(unjudged(2), same) == {"unjudged": 2} and accuracy(Answers(), same) == {}
-    for answers in (unjudged(2), Answers()):  # a share below 1 asks for one judged answer at least
-        assert too_few_judged(answers, same, 0.99) and not too_few_judged(answers, same, 1.0)
+    assert accuracy(unscored(2), same) == {"unscored": 2} and accuracy(Answers(), same) == {}
+    for answers in (unscored(2), Answers()):  # a share below 1 asks for one judged answer at least
+        assert too_few_scored(answers, same, 0.99) and not too_few_scored(answers, same, 1.0)
     found = measure(Answers())["metrics"]
-    assert found["response_length/mean"] == found["response_length/cut"] == found["unjudged"] == 0
+    assert found["response_length/mean"] == found["response_length/cut"] == found["unscored"] == 0
 
 
 def test_why_too_few_were_judged():
-    assert too_few_judged(unjudged(2), same, 0.5) == "answers: expected at least 50% of 2 judged, got 0"
-    problem = too_few_judged(Answers(skipped=["row 3: too long", "row 4: too long"]), same, 0.5)
+    assert too_few_scored(unscored(2), same, 0.5) == "answers: expected at least 50% of 2 judged, got 0"
+    problem = too_few_scored(Answers(skipped=["row 3: too long", "row 4: too long"]), same, 0.5)
     assert problem.endswith("2 rows were skipped, the first because of row 3: too long")
 
 
@@ -69,7 +69,7 @@ def evaluating(folder, generate, reward, named):
     rollout = SimpleNamespace(wake_up=nothing, update_weights=nothing, sleep=nothing, max_model_len=64)
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
     run = SimpleNamespace(
-        phase=nothing, stop=sys.exit, writes=False, log_evaluation=recorded.update, out=folder, step=0,
+        phase=nothing, stop=sys.exit, is_main_process=False, log_evaluation=recorded.update, out=folder, step=0,
         print=said.append,
     )  # fmt: skip
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=reward), None, engine, rollout, generate=generate)
@@ -137,7 +137,7 @@ def test_the_interval_of_an_accuracy_counts_rows_with_an_answer(rewards, shown, 
         return answers
 
     sampler, recorded, said = evaluating(tmp_path, generate, lambda text, row: rewards[int(text)], "")
-    sampler.run.writes = True
+    sampler.run.is_main_process = True
     heldout = Prompts([replace(prompt_sample([1] * n), group_id=i) for i, n in enumerate((10, 20) + (60,) * 98)])
     evaluate_heldout(sampler, heldout, "after")
     assert said == [f"held-out after: accuracy {shown} (100 rows; rows without an answer: 98)"]
@@ -164,7 +164,7 @@ def warnings(steps, *, finish="stop", group_size=2):
     said = []
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=group_size)
     engine = SimpleNamespace(global_sum=same, data_parallel_group=None)
-    run, rollout = SimpleNamespace(print=said.append, writes=False), SimpleNamespace(generate=None)
+    run, rollout = SimpleNamespace(print=said.append, is_main_process=False), SimpleNamespace(generate=None)
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
     answer = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish, group_id=0)
     for rewards in steps:

@@ -201,7 +201,7 @@ class Fsdp2Engine(OffloadingEngine):
             loss_fn: (out, mb) -> (loss, metrics). Metrics are 0-d tensors already divided by global totals. They are
                 summed over micro-batches and ranks; for names that end in "/max" the maximum is taken.
             outputs: any of `known_outputs`, with gradient.
-            logit_functions: further outputs by name, with gradient: functions of the logits and of `batch.unpadded`,
+            logit_functions: further outputs by name, with gradient: functions of the logits and of `batch.packed`,
                 which are called for some tokens at a time, see rlkit.engines.logit_functions.
 
         Returns:
@@ -322,7 +322,7 @@ class Fsdp2Engine(OffloadingEngine):
     # --- for teachers
 
     def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
-        """The K likeliest tokens in place of each token of the mask, as tensors [N, K] for `Batch.add_unpadded`.
+        """The K likeliest tokens in place of each token of the mask, as tensors [N, K] for `Batch.add_packed`.
 
         Their log-probabilities are over the whole vocabulary, at the engine's temperature.
 
@@ -339,7 +339,7 @@ class Fsdp2Engine(OffloadingEngine):
                 chunks = chunks_of_logits(model_logits(self.module, inputs), self.suppressed_token_ids)
             return topk_of_chunks(chunks, k, self.temperature)._asdict()
 
-        return TopkLogprobs(**self._infer_unpadded(batch, topk))
+        return TopkLogprobs(**self._infer_packed(batch, topk))
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """The input of the output layer at the position before each token of the mask, [N, H], see `output_layer`.
@@ -352,7 +352,7 @@ class Fsdp2Engine(OffloadingEngine):
         def hidden(inputs: ModelInputs) -> dict[str, Tensor]:
             return {"hidden": last_hidden_states(self.module, self._head, inputs)}
 
-        return self._infer_unpadded(batch, hidden)["hidden"]
+        return self._infer_packed(batch, hidden)["hidden"]
 
     @needs_weights
     @torch.no_grad()
@@ -381,7 +381,7 @@ class Fsdp2Engine(OffloadingEngine):
 
     @needs_weights
     @torch.no_grad()
-    def _infer_unpadded(self, batch: Batch, compute: Callable[[ModelInputs], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _infer_packed(self, batch: Batch, compute: Callable[[ModelInputs], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Results [N, ...] on the host, for the N tokens of this rank's mask; 0 for a token without one before it.
 
         Args:
@@ -392,7 +392,7 @@ class Fsdp2Engine(OffloadingEngine):
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             inputs = self._inputs(micro_batch, dummy)
-            tokens = batch.unpadded_rows(rows)[micro_batch.unpadded_at(inputs.output_indices)]
+            tokens = batch.packed_rows(rows)[micro_batch.packed_index(inputs.output_indices)]
             for name, x in gather_over_ulysses(compute(inputs), inputs, self.ulysses).items():
                 result = results.setdefault(name, torch.zeros(int(batch.mask.sum()), *x.shape[1:], dtype=x.dtype))
                 result[tokens] = x[: len(tokens)].cpu()

@@ -34,6 +34,31 @@ def ratio_stats(
 
 
 @torch.no_grad()
+def sequence_ratio_stats(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor | None,
+    mask: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    total: float | Tensor | None = None,
+) -> dict[str, Tensor]:
+    adv = None if advantages is None else per_token(advantages, mask)
+    clipped, kl, ratios = 0.0, 0.0, [0.0]
+    for b, tokens in sequences(mask):
+        log_ratios = [logprobs[b, t].item() - old_logprobs[b, t].item() for t in tokens]
+        ratio = math.exp(sum(log_ratios) / len(tokens))
+        for t in tokens:
+            above = ratio > 1 + clip_high and (adv is None or adv[b, t] > 0)
+            below = ratio < 1 - clip_low and (adv is None or adv[b, t] < 0)
+            clipped += bool(above or below) / len(tokens)
+        kl += sum(math.exp(x) - 1 - x for x in log_ratios) / len(tokens)
+        ratios.append(ratio)
+    means = _over({"ratio/clip_fraction": clipped, "ratio/approx_kl": kl}, len(ratios) - 1, total)
+    return means | {"ratio/max": torch.tensor(max(ratios), dtype=torch.float64)}
+
+
+@torch.no_grad()
 def value_stats(
     values: Tensor,
     old_values: Tensor,

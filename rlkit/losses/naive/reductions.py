@@ -44,7 +44,7 @@ def group_token_counts(mask: Tensor, group_ids: Tensor) -> Tensor:
     return torch.stack([mask[group_ids == group].sum() for group in group_ids])
 
 
-def pair_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:
+def preference_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:
     return _over(add(one.double() for one in loss), len(loss) if total is None else total)
 
 

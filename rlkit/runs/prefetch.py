@@ -9,14 +9,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def one_ahead(items: Iterable[T]) -> Iterator[T]:
+def prefetch(items: Iterable[T]) -> Iterator[T]:
     """Yield the same items; while one is in use, a thread computes the next.
 
     The thread takes time from the main one where it holds Python's lock. With `--dataloader_num_workers`, it waits for
     processes that read and resize images. An exception is raised where its item would have been yielded.
     """
     iterator, end = iter(items), object()
-    with ThreadPoolExecutor(1, thread_name_prefix="one_ahead") as thread:
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
         following = thread.submit(next, iterator, end)
         while (item := following.result()) is not end:
             following = thread.submit(next, iterator, end)

@@ -4,17 +4,17 @@ import threading
 
 import pytest
 
-from rlkit.runs import one_ahead
+from rlkit.runs import prefetch
 
 
 def threads():
-    """Those of `one_ahead`; some may be of earlier tests, and end at any time."""
-    return {thread for thread in threading.enumerate() if thread.name.startswith("one_ahead")}
+    """Those of `prefetch`; some may be of earlier tests, and end at any time."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("prefetch")}
 
 
 def test_yields_the_same_items():
-    assert list(one_ahead(range(5))) == [0, 1, 2, 3, 4]
-    assert list(one_ahead([None, None])) == [None, None] and list(one_ahead([])) == []
+    assert list(prefetch(range(5))) == [0, 1, 2, 3, 4]
+    assert list(prefetch([None, None])) == [None, None] and list(prefetch([])) == []
 
 
 def test_computes_one_item_ahead_and_no_more():
@@ -25,7 +25,7 @@ def test_computes_one_item_ahead_and_no_more():
             event.set()
             yield i
 
-    found = one_ahead(items())
+    found = prefetch(items())
     assert not computed[0].is_set()  # nothing starts before it is asked for
     assert next(found) == 0
     assert computed[1].wait(100) and not computed[2].wait(0.1)
@@ -38,7 +38,7 @@ def test_an_error_comes_with_its_item_and_the_thread_ends():
         raise ValueError("row 2")
 
     before = threads()
-    found = one_ahead(items())
+    found = prefetch(items())
     assert next(found) == 1
     with pytest.raises(ValueError, match="row 2"):
         next(found)
@@ -47,7 +47,7 @@ def test_an_error_comes_with_its_item_and_the_thread_ends():
 
 def test_the_thread_ends_when_the_loop_is_left():
     before = threads()
-    for i in one_ahead(range(100)):
+    for i in prefetch(range(100)):
         if i == 3:
             break
     assert threads() <= before
