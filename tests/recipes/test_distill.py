@@ -146,8 +146,8 @@ def test_divergence_of_the_vocabulary_and_its_gradient(start, teacher, tmp_path,
     loss = torch.cat(found).mean()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in models[0].parameters() if p.grad is not None]).norm()
-    assert row["divergence"] == pytest.approx(loss.item(), rel=1e-4) and loss > 0.05, (row["divergence"], loss)
-    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-3) and norm > 0.05, (row["grad_norm"], norm)
+    assert row["divergence"] == pytest.approx(loss.item(), rel=1e-4) and loss > 0.01, (row["divergence"], loss)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-3) and norm > 0.01, (row["grad_norm"], norm)
 
 
 def test_expected_gradient_is_that_of_the_reverse_kl():
