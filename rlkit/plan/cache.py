@@ -63,6 +63,10 @@ def state_bytes(text: Any) -> int:
         inner = text.mamba_n_heads * text.mamba_d_head
         inputs = (text.mamba_d_conv - 1) * (inner + 2 * text.mamba_n_groups * text.mamba_d_state)
         return HALF * (inputs + inner * text.mamba_d_state)
+    if hasattr(text, "n_mamba_heads"):  # Mamba-2 in Zamba2
+        inner = text.mamba_expand * text.hidden_size
+        inputs = (text.mamba_d_conv - 1) * (inner + 2 * text.mamba_ngroups * text.mamba_d_state)
+        return HALF * (inputs + inner * text.mamba_d_state)
     if hasattr(text, "mamba_d_state"):  # Mamba, in Jamba
         return HALF * text.mamba_expand * text.hidden_size * (text.mamba_d_conv - 1 + text.mamba_d_state)
     if hasattr(text, "ssm_state_size") and hasattr(text, "n_groups"):  # Mamba-2 in Nemotron-H

@@ -31,9 +31,9 @@ from rlkit.vlm.frames import images_and_frames, text_with_frames
 from rlkit.vlm.processors import (
     AUDIO_PROCESSORS,
     FRAMES_AS_IMAGES,
+    FRAMES_NOT_COUNTED,
     GEMMA3N,
     OMNI_PROCESSORS,
-    ONEVISION,
     STACKED_VIDEOS,
     TWO_FRAMES_AT_LEAST,
     VIDEO_PROCESSORS,
@@ -131,7 +131,7 @@ def _call_processor(
     replacements = reported if reports else _gemma3n_replacements(processor, text, media)
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
     vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
-    if media["video"] and type(processor).__name__ == ONEVISION:
+    if media["video"] and type(processor).__name__ in FRAMES_NOT_COUNTED:
         vision[FRAME_COUNTS] = torch.tensor([len(one.frames) for one in media["video"]])
     if media["audio"] and not reports:
         vision |= _gemma3n_audios(processor, media["audio"])

@@ -34,16 +34,23 @@ PATCH_ROW_FAMILIES = frozenset(
         "qwen3_omni_moe_thinker",
     }
 )
+# why rows with images or videos cannot be given to these
+REFUSED_VISION_FAMILIES = {
+    "instructblipvideo": "its vision tower reads the question too, as tokens of another tokenizer",
+    "perception_lm": "its processor does not say how many tiles an image has, and images have different numbers",
+    "video_llava": "its images and videos have other names than those of all other families (pixel_values_images)",
+}
 # tokens of images and videos, and those around them, go to experts of their own, by `moe_mm_token_type_ids`
 VISION_EXPERT_FAMILIES = frozenset({"ernie4_5_vl_moe"})
 IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is [samples, images, ...]
 # pixel_values is [images, tiles, ...]: the whole image, and tiles of a copy of the resolution that suits it best
-TILED_FAMILIES = frozenset({"llava_next", "llava_onevision"})
+TILED_FAMILIES = frozenset({"llava_next", "llava_next_video", "llava_onevision"})
 # vLLM accepts only the names of the files
 CHECKPOINT_NAME_FAMILIES = frozenset(
     {
         "llava",
         "llava_next",
+        "llava_next_video",
         "llava_onevision",
         "gemma3",
         "gemma4_unified",
@@ -105,6 +112,7 @@ RECURRENT_CLASSES = DELTA_RULE_CLASSES | frozenset(
         "BambaMixer",
         "GraniteMoeHybridMambaLayer",
         "JambaMambaMixer",
+        "Zamba2MambaMixer",
         "Qwen4ExpTextPLELayer",
     }
 )
@@ -114,6 +122,10 @@ INDEXED_ATTENTION_CLASSES = frozenset(
 )
 # classes of transformers that apply a sliding window by the mask only, which packed rows do not have
 WINDOW_IN_MASK = frozenset({"PhimoeAttention", "Qwen2MoeAttention"})
+# classes of transformers whose layers pass none of the forward's further arguments to their attention
+KEEPS_LAYOUT_FROM_ATTENTION = frozenset({"NemotronDecoderLayer"})
+# families with attention to blocks of tokens, which transformers counts from the first column of padded rows
+COMPRESSED_FAMILIES = frozenset({"deepseek_v4"})
 TAKES_PADDING_MASK = frozenset({"Glm5NextTextAttention"})  # [B, T]; the others take a causal mask
 # modality -> the module that encodes it, in families whose encoders have no configuration of their own
 ENCODERS_WITHOUT_CONFIG = {"gemma4_unified": {"vision": "model.embed_vision", "audio": "model.embed_audio"}}
@@ -152,11 +164,15 @@ def square_experts(config: Any) -> str | None:
 def packing_obstacle(model: Any) -> str | None:
     """Why this model would compute wrong results on packed sequences; None if it would not."""
     decoder, kinds = model.get_decoder(), set(layer_types(model.config))
-    if (has_recurrent_state(model) or kinds & RECURRENT_LAYERS) and not recurrent_layers(model):
+    is_compressed = model.config.get_text_config().model_type in COMPRESSED_FAMILIES
+    stateful = has_recurrent_state(model) and not is_compressed  # its cache holds states of compressed tokens
+    if (stateful or kinds & RECURRENT_LAYERS) and not recurrent_layers(model):
         return "the state of its linear-attention, state-space or convolution layers leaks into the next sequence"
     indexed = {"indexed_attention"} if indexed_attention_layers(model) else set()
     if unknown := sorted(kinds - PACKABLE_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS - indexed):
         return f"its layers of {', '.join(unknown)} are not supported by packed attention"
+    if _decoder_modules(model, KEEPS_LAYOUT_FROM_ATTENTION):
+        return "its layers do not hand the layout of packed rows to their attention"
     # the hybrid families do not declare it; if their attention were different, the first forward would raise
     if not getattr(decoder, "_supports_attention_backend", False) and not recurrent_layers(model):
         return NO_ATTENTION_INTERFACE
@@ -395,8 +411,16 @@ def tokens_of_tiled_image(size: Sequence[int], config: Any) -> int:
 
 
 def tokens_of_frame(config: Any) -> int:
-    """Tokens of each frame of a video of LLaVA-OneVision, which pools squares of four; the video ends with one more."""
-    return math.ceil(config.vision_config.image_size // config.vision_config.patch_size / 2) ** 2
+    """Tokens of each frame of a video of LLaVA-OneVision and LLaVA-NeXT-Video, which pool squares of four."""
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    if config.model_type == "llava_next_video":
+        return (side // config.spatial_pool_stride) ** 2
+    return math.ceil(side / 2) ** 2
+
+
+def tokens_at_end_of_video(config: Any) -> int:
+    """Tokens of a video of `TILED_FAMILIES` after those of its frames: one of LLaVA-OneVision."""
+    return int(config.model_type == "llava_onevision")
 
 
 def numbers_per_patch(vision: Any) -> int:

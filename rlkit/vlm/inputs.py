@@ -24,6 +24,7 @@ from rlkit.vlm.families import (
     TILED_FAMILIES,
     audio_mask_name,
     audio_tokens,
+    tokens_at_end_of_video,
     tokens_of_frame,
     tokens_of_tiled_image,
     tokens_per_image,
@@ -282,23 +283,27 @@ IMAGE_SIZE_KEYS = {
     "kimi_k25": "image_grid_thw",
     "lfm2_vl": "spatial_shapes",
     "llava_next": "image_sizes",
+    "llava_next_video": "image_sizes",
     "llava_onevision": "image_sizes",
     "minicpmv4_6": "target_sizes",
     "mistral3": "image_sizes",
+    "muse_glimmer": "image_grid_thw",
     "video_llama_3": "image_grid_thw",
 }
 
 
 # the same for each frame of a video (in MiniCPM-V, for each slice of a frame; in Kimi K2.5, for each chunk of frames;
-# in EXAONE 4.5, GLM-5.3-Flash, LLaVA-OneVision and VideoLLaMA 3, for each video)
+# in EXAONE 4.5, GLM-5.3-Flash, LLaVA, Muse Glimmer and VideoLLaMA 3, for each video)
 FRAME_SIZE_KEYS = {
     "exaone4_5": "video_grid_thw",
     "gemma4": "video_position_ids",
     "gemma4_unified": "video_position_ids",
     "glm5_next": "video_grid_thw",
     "kimi_k25": "video_grid_thw",
+    "llava_next_video": FRAME_COUNTS,
     "llava_onevision": FRAME_COUNTS,
     "minicpmv4_6": "target_sizes_videos",
+    "muse_glimmer": "video_grid_thw",
     "video_llama_3": "video_grid_thw",
 }
 
@@ -324,8 +329,10 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, siz
         return (sizes.prod(1) // vision.spatial_merge_size**2).tolist()
     if family == "video_llama_3":
         return _video_llama_tokens(one, kind, sizes)
-    if family == "llava_onevision" and kind == "video":
-        return (sizes * tokens_of_frame(config) + 1).tolist()
+    if family == "muse_glimmer":
+        return (sizes.prod(1) // vision.merge_size**2).tolist()
+    if family in TILED_FAMILIES and kind == "video":
+        return (sizes * tokens_of_frame(config) + tokens_at_end_of_video(config)).tolist()
     if family in TILED_FAMILIES:
         return [tokens_of_tiled_image(size, config) for size in sizes.tolist()]
     if family == "kimi_k25":  # the frames of a chunk are merged

@@ -289,20 +289,20 @@ def copy_with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
 
 
 def compute_as_published(model: Any) -> None:
-    """Mend five families that transformers 5.19 computes otherwise than their authors' code and vLLM.
+    """Mend six families that transformers 5.19 computes otherwise than their authors' code and vLLM.
 
     PaddleOCR-VL: its vision tower aligns the corners of two grids when it resizes position embeddings; up to 5.0 it did
     not. The results differ for every image that is not a square of the size of the embeddings. Nemotron-H: time steps
     of its Mamba layers have `time_step_min` as lower limit, instead of those in `time_step_limit`. Gemma 4: its
     audio tower expects the boolean mask of sdpa. The mask of eager attention is 0 where that one is True, so that
-    frames attend to padding and to frames outside their window. Kimi K2.5: see `encode_kimi_videos`. LLaVA-OneVision:
-    see `encode_onevision_videos`.
+    frames attend to padding and to frames outside their window. Kimi K2.5: see `encode_kimi_videos`. LLaVA-OneVision
+    and LLaVA-NeXT-Video: see `encode_llava_videos`.
     """
     family = model.config.model_type
     if family == "kimi_k25":
         model.model.register_forward_pre_hook(encode_kimi_videos, with_kwargs=True)
-    if family == "llava_onevision":
-        model.model.register_forward_pre_hook(encode_onevision_videos, with_kwargs=True)
+    if family in ("llava_next_video", "llava_onevision"):
+        model.model.register_forward_pre_hook(encode_llava_videos, with_kwargs=True)
     for module in model.modules() if family in ("paddleocr_vl", "nemotron_h", "gemma4") else ():
         if hasattr(module, "interpolation_align_corners"):
             module.interpolation_align_corners = False
@@ -340,14 +340,14 @@ def encode_kimi_videos(
     return args, {**kwargs, "pixel_values": None, "pixel_values_videos": None, "mm_encoder_outputs": encoded}
 
 
-def encode_onevision_videos(
+def encode_llava_videos(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """LLaVA-OneVision: a hook before the forward, which replaces pixels by features if there are videos.
+    """LLaVA-OneVision, LLaVA-NeXT-Video: a hook before the forward: features instead of pixels if there are videos.
 
-    transformers' forward takes videos of one number of frames. Here the frames of all videos are encoded as one video,
-    which ends with a feature that separates it from the text; each video then gets this feature at its end. The forward
-    takes features instead of pixels, but then those of images, too.
+    transformers' forward takes videos of one number of frames. Here the frames of all videos are encoded as one video.
+    In LLaVA-OneVision it ends with a feature that separates it from the text; each video then gets this feature at its
+    end. The forward takes features instead of pixels, but then those of images, too.
 
     Args:
         model: the part with the vision tower and the projector.
@@ -361,10 +361,12 @@ def encode_onevision_videos(
     numbers = counts.tolist()
     frames = torch.cat([video[:number] for video, number in zip(videos, numbers, strict=True)])
     features = model.get_video_features(frames[None]).pooler_output[0]
-    parts = features[:-1].split([number * tokens_of_frame(model.config) for number in numbers])
-    joined: dict[str, Any] = {"pooler_output": torch.cat([x for part in parts for x in (part, features[-1:])])[None]}
+    if model.config.model_type == "llava_onevision":
+        parts = features[:-1].split([number * tokens_of_frame(model.config) for number in numbers])
+        features = torch.cat([x for part in parts for x in (part, features[-1:])])
+    joined: dict[str, Any] = {"pooler_output": features[None]}
     encoded = {"video": BaseModelOutputWithPooling(**joined)}
     if kwargs.get("pixel_values") is not None:
         names = ("pixel_values", "image_sizes", "batch_num_images")
-        encoded["image"] = model.get_image_features(**{name: kwargs.get(name) for name in names})
+        encoded["image"] = model.get_image_features(**{name: kwargs[name] for name in names if name in kwargs})
     return args, {**kwargs, "pixel_values": None, "pixel_values_videos": None, "mm_encoder_outputs": encoded}

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from rlkit.data.samples import THINKING_TAGS
+from rlkit.vlm.families import REFUSED_VISION_FAMILIES
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 QWEN2_5_OMNI, QWEN3_OMNI, GEMMA3N = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor", "Gemma3nProcessor"
 ONEVISION, VIDEO_LLAMA = "LlavaOnevisionProcessor", "VideoLlama3Processor"
+FRAMES_NOT_COUNTED = frozenset({ONEVISION, "LlavaNextVideoProcessor"})  # these do not say how many frames a video has
 # these repeat a placeholder and report no replacements of text; a video may have sound
 OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
 # processors whose audios are tested: both tracks, position ids, training and sampling
@@ -38,15 +40,16 @@ VIDEO_PROCESSORS = frozenset(
         "Glm5NextProcessor",
         "Kimi_K25Processor",
         *FRAMES_AS_IMAGES,
-        ONEVISION,
+        *FRAMES_NOT_COUNTED,
         VIDEO_LLAMA,
+        "MuseGlimmerProcessor",
         "Exaone4_5_Processor",
         *OMNI_PROCESSORS,
     }
 )
 TWO_FRAMES_AT_LEAST = GLM_PROCESSORS | {"Qwen3VLProcessor", "CohereCompassProcessor"}
 # processors that stack the videos of a row, which then have the same number of frames
-STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor", ONEVISION, *FRAMES_AS_IMAGES})
+STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor", *FRAMES_NOT_COUNTED, *FRAMES_AS_IMAGES})
 
 
 def placeholder_id(processor: Any, kind: str) -> Any:
@@ -176,8 +179,8 @@ def load_processor(
             `max_pixels`).
 
     Raises:
-        ValueError: no such model, a vision-language model without a processor, an option that its image processor does
-            not have, options for a text model, or `video_sound` for a model that hears nothing.
+        ValueError: no such model, one of `REFUSED_VISION_FAMILIES`, one without a processor, an option that its image
+            processor does not have, options for a text model, or `video_sound` for a model that hears nothing.
     """
     import transformers
 
@@ -194,6 +197,8 @@ def load_processor(
             raise ValueError(f"image processor options: expected none for a text model, got {next(iter(options))!r}")
         _check_video_sound(tokenizer, video_sound)
         return tokenizer
+    if (why := REFUSED_VISION_FAMILIES.get(config.model_type)) is not None:
+        raise ValueError(f"model {path!r}: expected a family with supported images, got {config.model_type}: {why}")
     options["trust_remote_code"] = trust_remote_code
     video_config = _video_config(path)
     font = _font(path, video_config or {})

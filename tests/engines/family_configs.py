@@ -191,6 +191,21 @@ TEXT = {
         "query_pre_attn_scalar": 3,
     },
     "youtu": {**LATENT, "q_lora_rank": 8, "head_dim": 4},
+    "dbrx": {
+        "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "longcat_flash": {  # layers with two attentions each, and experts that hand on their inputs
+        **LATENT, "q_lora_rank": 8, "head_dim": 4, "num_layers": 1, "num_hidden_layers": 2, "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2,
+    },
+    "zamba2": {
+        "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 4, "chunk_size": 16, "num_mem_blocks": 1,
+        "adapter_rank": 4, "layers_block_type": ["mamba", "hybrid"], "use_mem_rope": True,
+        "head_dim": 16,
+    },
 }  # fmt: skip
 SMALL_VIT = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
@@ -246,6 +261,15 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         (1, 3, 16, 16),
     ),
     "llava_next": (  # an image of two tiles beside each other
+        {
+            "text_config": {**WORDS, "model_type": "llama"},
+            "vision_config": {**TILES, "model_type": "clip_vision_model", "projection_dim": 16},
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        14,
+        (1, 3, 3, 16, 16),
+    ),
+    "llava_next_video": (
         {
             "text_config": {**WORDS, "model_type": "llama"},
             "vision_config": {**TILES, "model_type": "clip_vision_model", "projection_dim": 16},
@@ -341,6 +365,17 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         {
             "text_config": {**BASE, **GRANITE, "model_type": "hyperclovax"},
             "vision_config": {**VIT25, "model_type": "qwen2_5_vl_vision"}, "video_token_id": VIDEO,
+        },
+        *PATCHES,
+    ),
+    "muse_glimmer": (
+        {
+            "text_config": {**BASE, "sliding_window": 5, "layer_types": BOTH, "layer_rope_theta": [1e4, 0]},
+            "vision_config": {
+                **SMALL_VIT, "num_hidden_layers": 2, "pos_emb_height": 2, "pos_emb_width": 2,
+                "layer_types": ["window_attention", "full_attention"],
+            },
+            "out_hidden_size": 64, "projector_hidden_size": 16, "video_token_id": VIDEO,
         },
         *PATCHES,
     ),
@@ -525,4 +560,31 @@ REFUSED = {
     "recurrent_gemma": ({"lru_width": 32, "attention_window_size": 5, "num_hidden_layers": 3}, "state-space"),
     "stablelm": ({}, "does not go through transformers' AttentionInterface"),  # or does not declare it
     "bloom": ({"n_layer": 2, "n_head": 4}, "does not go through transformers' AttentionInterface"),
+    "nemotron": ({"hidden_act": "relu2"}, "its layers do not hand the layout of packed rows to their attention"),
+    "zaya": ({**EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 16}, "convolution layers leaks"),
+    "inkling_text": (
+        {
+            **ROUTED, "n_routed_experts": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8, "sliding_window_size": 5, "d_rel": 4, "rel_extent": 16,
+            "layer_types": ["hybrid_sliding", "hybrid"], "mlp_layer_types": ["dense", "sparse"],
+        },
+        "convolution layers leaks",
+    ),
+    "hy_v4": (
+        {
+            **DSA, "mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1, "hc_mult": 2,
+            "indexer_types": ["full", "shared"],
+        },
+        "its layers of indexed_attention are not supported",
+    ),
+    "deepseek_v4": (
+        {
+            **ROUTED, "n_routed_experts": 4, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 8, "o_groups": 2,
+            "o_lora_rank": 8, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 2, "sliding_window": 5,
+            "hc_mult": 2, "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+            "mlp_layer_types": ["moe", "moe"],
+        },
+        "its layers of compressed_sparse_attention, heavily_compressed_attention are not supported",
+    ),
 }  # fmt: skip

@@ -40,7 +40,7 @@ LEFT_GRADIENT_IS_NAN = {
 }  # transformers divides by the deviation of a row of zeros; outputs are right
 RECURRENT = [
     "qwen3_5_text", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
-    "qwen3_next", "bamba", "jamba", "qwen3_5_moe_text",
+    "qwen3_next", "bamba", "jamba", "qwen3_5_moe_text", "zamba2",
 ]  # fmt: skip
 RECURRENT_VISION = ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6"]
 # an indexer chooses which tokens of a row are attended to
@@ -113,7 +113,7 @@ def layout_of_image(family, shape):
         return {"target_sizes": torch.tensor([[8, 8]], dtype=torch.int32)}
     if family in ("mistral3", "mistral4"):
         return {"image_sizes": torch.tensor([[16, 16]])}
-    if family in ("llava_next", "llava_onevision"):
+    if family in ("llava_next", "llava_next_video", "llava_onevision"):
         return {"image_sizes": torch.tensor([[16, 32]])}
     if family == "video_llama_3":
         return {"image_grid_thw": torch.tensor([[1, 4, 4]]), "image_merge_sizes": torch.tensor([2])}
@@ -316,6 +316,16 @@ def test_a_family_that_cannot_be_packed_is_named_and_padded_rows_are_right(famil
         with pytest.raises(ValueError, match=f"^use_remove_padding: expected False for {family}"):
             all_at_once(model, batch, weights, WAYS[way])
     assert not forwards
+
+
+def test_padding_on_the_left_is_refused_where_blocks_of_tokens_would_count_it():
+    """transformers' logprobs of such rows differ by 0.5 from those of single sequences."""
+    model, (batch, weights) = text_model("deepseek_v4", REFUSED["deepseek_v4"][0], "eager"), rows()
+    (expected, _), (found, _) = (way(model, batch, weights) for way in (one_at_a_time, left_padded))
+    assert (found - expected).abs().max() > 0.1
+    use_packed_attention(model)
+    with pytest.raises(ValueError, match="^attention_mask: expected no padding on the left for deepseek_v4"):
+        left_padded(model, batch, weights)
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "lora"])

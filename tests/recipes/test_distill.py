@@ -15,6 +15,8 @@ from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
 from rlkit.data import Batch  # noqa: E402
 from rlkit.losses import reverse_kl_loss  # noqa: E402
+from rlkit.replay.bundles import read_bundle  # noqa: E402
+from rlkit.vlm import load_model, load_processor, suppressed_token_ids  # noqa: E402
 
 LEARNING = [
     "--task", "helpers:few_digits", "--steps", 30, "--prompts_per_step", 16, "--group_size", 4, "--warmup_steps", 5,
@@ -98,6 +100,54 @@ def test_divergence_from_the_teacher_falls(start, teacher, tmp_path, options):
     found = [row["divergence"] for row in rows]
     assert sum(found[-2:]) < 0.8 * sum(found[:2]), found
     assert all(row["mismatch/abs_dlogp"] < 1e-5 for row in rows)
+
+
+def kl(p, q):
+    """KL(p || q) of logprobs."""
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def forward_kl(student, teacher):
+    return kl(teacher, student)
+
+
+def jsd_of_beta_03(student, teacher):
+    mixture = (0.3 * teacher.exp() + 0.7 * student.exp()).log()
+    return 0.3 * kl(teacher, mixture) + 0.7 * kl(student, mixture)
+
+
+def answer_logprobs(model, sample, temperature, suppressed):
+    """[n, V] float64 for the n tokens of an answer, by transformers' forward of this row alone."""
+    ids = torch.tensor([sample.token_ids])
+    kinds = (ids == model.config.image_token_id).int()
+    logits = model(ids, mm_token_type_ids=kinds, **sample.vision, use_cache=False).logits[0, :-1].double()
+    sampled = [token for token in range(logits.shape[1]) if token not in suppressed]
+    return (logits[sample.mask[1:]][:, sampled] / temperature).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "divergence"),
+    [(["--loss", "forward_kl"], forward_kl), (["--loss", "jsd", "--beta", 0.3], jsd_of_beta_03)],
+    ids=["forward KL", "JSD"],
+)
+def test_divergence_of_the_vocabulary_and_its_gradient(start, teacher, tmp_path, options, divergence):
+    """Those of plain forwards of student and teacher, at another temperature than 1."""
+    arguments = ["--model", start, "--teacher", teacher, "--out", tmp_path / "run", "--task", "helpers:seen_shortly"]
+    arguments += [*SMALL, "--steps", 1, "--temperature", 0.8, "--save_rollouts", *options]
+    run_here("distill", *arguments)
+    (row,) = helpers.rows(tmp_path / "run")
+    samples = read_bundle(tmp_path / "run" / "rollouts" / "step_0").draws[0].samples
+    models = load_model(str(start)), load_model(str(teacher))
+    suppressed = suppressed_token_ids(models[0].config, load_processor(str(start)).tokenizer).tolist()
+    found = []
+    for sample in samples:
+        student, target = (answer_logprobs(model, sample, 0.8, suppressed) for model in models)
+        found.append(divergence(student, target.detach()))
+    loss = torch.cat(found).mean()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in models[0].parameters() if p.grad is not None]).norm()
+    assert row["divergence"] == pytest.approx(loss.item(), rel=1e-4) and loss > 0.01, (row["divergence"], loss)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-3) and norm > 0.01, (row["grad_norm"], norm)
 
 
 def test_expected_gradient_is_that_of_the_reverse_kl():

@@ -76,6 +76,27 @@ def llava_onevision():
     return transformers.LlavaOnevisionProcessor(images, t, videos, **options)
 
 
+def llava_next_video():
+    t = with_videos(tokenizer("<image>", image_token="<image>", video_token="<video>"), "<video>")
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": SMALL}
+    return transformers.LlavaNextVideoProcessor(
+        transformers.LlavaNextVideoVideoProcessor(**sizes),
+        transformers.LlavaNextImageProcessor(**sizes, image_grid_pinpoints=PINPOINTS),
+        t,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def muse_glimmer():
+    named = ["image_start", "image_end", "vid_start", "vid_end", "vid_frame_separator"]
+    t = tokenizer("<|patch|>", "<|patch|>", "<|video|>", *(f"<|{name}|>" for name in named))
+    images = transformers.MuseGlimmerImageProcessor(patch_size=4, max_image_tokens=16)
+    videos = transformers.MuseGlimmerVideoProcessor(patch_size=4, max_video_frame_tokens=4)
+    return transformers.MuseGlimmerProcessor(images, videos, with_videos(t, "<|video|>"))
+
+
 def exaone4_5():
     t = tokenizer("<|image_pad|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
     images = transformers.Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
@@ -322,6 +343,7 @@ FAMILIES = {
     "ernie4_5_vl_moe": ernie4_5_vl_moe,
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3, gemma3n)},
     **{make.__name__: make for make in (llava_next, llava_onevision, exaone4_5, hyperclovax_vision_v2, video_llama_3)},
+    **{make.__name__: make for make in (llava_next_video, muse_glimmer)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
     "gemma4_unified": lambda: gemma4("Gemma4Unified"),
     "mistral4": mistral3,
@@ -335,9 +357,11 @@ SIZED = (
     "kimi_k25",
     "lfm2_vl",
     "llava_next",
+    "llava_next_video",
     "llava_onevision",
     "minicpmv4_6",
     "mistral3",
+    "muse_glimmer",
     "video_llama_3",
 )  # their tensors have the size of each image beside its pixels
 

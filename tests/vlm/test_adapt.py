@@ -124,7 +124,9 @@ TOWERS = {  # family -> what encodes images and, in families that hear, audios
         ("llava", "internvl", "gemma3", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3", "mistral4"),
         ["model.vision_tower"],
     ),
-    **dict.fromkeys(("ernie4_5_vl_moe", "llava_next", "llava_onevision"), ["model.vision_tower"]),
+    **dict.fromkeys(
+        ("ernie4_5_vl_moe", "llava_next", "llava_next_video", "llava_onevision", "muse_glimmer"), ["model.vision_tower"]
+    ),
     **dict.fromkeys(("smolvlm", "idefics3", "video_llama_3", "hyperclovax_vision_v2"), ["model.vision_model"]),
     **dict.fromkeys(("gemma3n", "gemma4"), ["model.vision_tower", "model.audio_tower"]),
     "gemma4_unified": ["model.embed_vision", "model.embed_audio"],

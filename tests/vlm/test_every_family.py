@@ -14,6 +14,7 @@ from einops import rearrange
 from PIL import Image
 from torch.nn.functional import interpolate
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig
 from transformers.video_utils import VideoMetadata
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -44,6 +45,7 @@ from rlkit.vlm import (  # noqa: E402
     encode_prompt,
     encoder_modules,
     freeze,
+    load_processor,
     lora,
     merged_parameters,
     rope3d_spec,
@@ -52,7 +54,7 @@ from rlkit.vlm import (  # noqa: E402
     vision_tower_pattern,
 )
 from rlkit.vlm.encoding import encode_text  # noqa: E402
-from rlkit.vlm.families import audio_mask_name, audio_tokens  # noqa: E402
+from rlkit.vlm.families import REFUSED_VISION_FAMILIES, audio_mask_name, audio_tokens  # noqa: E402
 from rlkit.vlm.inputs import GEMMA_VIDEO_KEYS, position_ids, position_spec  # noqa: E402
 from rlkit.vlm.processors import placeholder_id  # noqa: E402
 
@@ -98,7 +100,7 @@ def clip(frames, width, height, fps=2.5):
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
 WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "gemma4_unified", "minicpmv4_6"]
 WATCHES += ["ernie4_5_vl_moe", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm5_next", "kimi_k25", "smolvlm"]
-WATCHES += ["llava_onevision", "video_llama_3", "exaone4_5"]
+WATCHES += ["llava_next_video", "llava_onevision", "video_llama_3", "exaone4_5", "muse_glimmer"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -115,16 +117,16 @@ OMNI_CLIPS = [  # Qwen3-Omni's rates are 2 frames per second or 1
 def clips(family):
     """With videos that fit the family.
 
-    The processors of InternVL, MiniCPM-V, SmolVLM and LLaVA-OneVision stack the videos of a row. That of Gemma 4 makes
-    at least 35 tokens of a frame, fewest of narrow ones, and writes its time in whole seconds. Kimi K2.5 merges up to
-    four frames. That of VideoLLaMA 3 leaves out the patches that are those of the frame before.
+    The processors of InternVL, MiniCPM-V, SmolVLM, LLaVA-NeXT-Video and LLaVA-OneVision stack the videos of a row.
+    That of Gemma 4 makes at least 35 tokens of a frame, fewest of narrow ones, and writes its time in whole seconds.
+    Kimi K2.5 merges up to four frames. That of VideoLLaMA 3 leaves out the patches that are those of the frame before.
     """
     if family == "kimi_k25":
         return [([clip(5, 17, 33)], *CLIPS[0][1:]), CLIPS[1]]
     if family == "video_llama_3":
         still = clip(2, 17, 33)
         return [([{**still, "frames": still["frames"].repeat(2, 0)}], *CLIPS[0][1:]), CLIPS[1]]
-    if family in ("internvl", "minicpmv4_6", "smolvlm", "llava_onevision"):
+    if family in ("internvl", "minicpmv4_6", "smolvlm", "llava_next_video", "llava_onevision"):
         return [CLIPS[0], ([clip(3, 20, 20), clip(3, 24, 12)], *CLIPS[1][1:])]
     if family.startswith("gemma4"):
         narrow = [clip(frames, 176, 10, 0.8) for frames in (2, 1)]
@@ -245,6 +247,13 @@ def test_both_tracks_are_the_processors_own(family):
             assert sample.token_ids.count(base.config.image_token_id) == count > 0
 
 
+@pytest.mark.parametrize("family", REFUSED_VISION_FAMILIES)
+def test_families_whose_images_are_not_supported_are_refused_by_name(family, tmp_path):
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"^model .*: expected a family with supported images, got {family}: its "):
+        load_processor(str(tmp_path))
+
+
 def test_paddleocr_resizes_position_embeddings_as_published():
     """Without aligned corners, for an image of 2 x 6 patches where the embeddings are those of 4 x 4."""
     tower = engine(model("paddleocr_vl")).module.get_submodule("model.visual.vision_model.embeddings")
@@ -282,7 +291,7 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
             return_tensors="pt",
         )
         assert sample.token_ids == own["input_ids"][0].tolist()
-        if family == "llava_onevision":  # its processor does not count them
+        if family in ("llava_next_video", "llava_onevision"):  # whose processors do not count them
             own[FRAME_COUNTS] = torch.tensor([len(one["frames"]) for one in videos])
         assert all(torch.equal(tensor, own[name]) for name, tensor in sample.vision.items())
         if (spec := position_spec(base.config)) is None:
@@ -704,7 +713,7 @@ def test_the_token_of_a_video_is_not_sampled_by_internvl():
     [
         *(
             (name, (3, 2), "as many frames in each video of a row, .* of 2 and 3")
-            for name in ("internvl", "minicpmv4_6", "smolvlm", "llava_onevision")
+            for name in ("internvl", "minicpmv4_6", "smolvlm", "llava_next_video", "llava_onevision")
         ),
         ("glm4v", (3, 1), "at least 2 frames, as Glm4vProcessor merges two into one, got 1; raise video_fps"),
         ("qwen3_vl", (3, 1), "at least 2 frames, as Qwen3VLProcessor merges two into one, got 1; raise video_fps"),
@@ -727,7 +736,7 @@ def test_an_observation_brings_its_images(family):
     torch.testing.assert_close([*joint], [*separate[0], *separate[1]], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
+@pytest.mark.parametrize("family", ["llava_next", "llava_next_video", "llava_onevision"])
 def test_images_of_different_numbers_of_tiles_are_padded(family):
     """Of two tiles and of four, beside the whole image."""
     one, two = (
@@ -786,7 +795,7 @@ def test_a_blank_image_changes_no_number(family):
 @pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_frozen_parameters_do_not_move(family):
     base = model(family)
-    frozen = freeze(base, vision_tower_pattern(base) if family in SEES else r"\.(layers|h)\.0\.")
+    frozen = freeze(base, vision_tower_pattern(base) if family in SEES else r"\.(layers|h|blocks)\.0\.")
     trained = engine(base)
     before = parameters(trained)
     trained.train_batch(batch(family), loss_fn)

@@ -23,10 +23,11 @@ from rlkit.vlm import encode_prompt
 from rlkit.vlm.families import tokens_of_tiled_image
 from rlkit.vlm.inputs import IMAGE_SIZE_KEYS, check_image_tokens, position_ids, position_spec
 
-PLAIN_GRIDS = ["exaone4_5", "glm5_next", "hyperclovax_vision_v2", "video_llama_3"]  # grids without 3D position ids
+# grids without 3D position ids
+PLAIN_GRIDS = ["exaone4_5", "glm5_next", "hyperclovax_vision_v2", "muse_glimmer", "video_llama_3"]
 GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and family not in PLAIN_GRIDS]
 SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "paddleocr_vl"]
-SIZES += PLAIN_GRIDS
+SIZES += ["llava_next_video", *PLAIN_GRIDS]
 VIDEO, AUDIO = 95, 96
 ANSWER = [7, 8]
 

@@ -20,6 +20,7 @@ from rlkit.vlm.families import (
     audio_mask_name,
     audio_tokens,
     numbers_per_patch,
+    tokens_at_end_of_video,
     tokens_of_frame,
     tokens_of_tiled_image,
     tokens_per_image,
@@ -109,9 +110,11 @@ def _dummy_tiles(config: Any, *, image: bool, video: bool) -> Sample:
         tiles = 1 + math.prod(size) // config.vision_config.image_size**2
         ids += [config.image_token_id] * tokens_of_tiled_image(size, config)
         vision |= {"pixel_values": torch.zeros(1, tiles, *tile), "image_sizes": torch.tensor([size])}
-        vision |= {"batch_num_images": torch.ones(1, dtype=torch.long)} if config.model_type != "llava_next" else {}
+        vision |= (
+            {"batch_num_images": torch.ones(1, dtype=torch.long)} if config.model_type == "llava_onevision" else {}
+        )
     if video:
-        ids += [config.video_token_id] * (tokens_of_frame(config) + 1)
+        ids += [config.video_token_id] * (tokens_of_frame(config) + tokens_at_end_of_video(config))
         vision |= {"pixel_values_videos": torch.zeros(1, 1, *tile), FRAME_COUNTS: torch.tensor([1])}
     return prompt_sample(ids, vision=vision)
 
@@ -147,6 +150,10 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
     if family in ("exaone4_5", "glm5_next", "hyperclovax_vision_v2"):
         side = vision.spatial_merge_size
         pixels = torch.zeros(side**2, numbers_per_patch(vision))
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    if family == "muse_glimmer":
+        side, channels = vision.merge_size, 3 * vision.patch_temporal
+        pixels = torch.zeros(side**2, channels * vision.patch_size**2)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
     if family == "video_llama_3":  # images and videos have merge sizes of their own, 1 the smallest
         one = torch.ones(1, 3, dtype=torch.long)

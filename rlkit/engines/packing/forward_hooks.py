@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.vlm.families import (
+    COMPRESSED_FAMILIES,
     VISION_EXPERT_FAMILIES,
     attention_layer_count,
     attention_temperature_length,
@@ -72,6 +73,7 @@ def before_forward(module: Any, args: Any, kwargs: dict[str, Any], *, facts: Mod
     _check_supported(kwargs, facts)
     _check_rope(kwargs, facts)
     _check_temperature(kwargs, facts)
+    _check_blocks(kwargs, facts)
     if facts.config.model_type in VISION_EXPERT_FAMILIES and kwargs.get("moe_mm_token_type_ids") is None:
         kwargs["moe_mm_token_type_ids"] = _vision_expert_tokens(kwargs["input_ids"], facts.config)
     if facts.indexed_attention and layout is not None:
@@ -131,6 +133,16 @@ def _check_temperature(kwargs: dict[str, Any], facts: ModelFacts) -> None:
             f"attention_mask: expected less than {length} columns for {facts.config.model_type} in rows padded on the "
             f"left, because its attention temperature counts padding, got {mask.shape[1]}; use rollout 'vllm' for "
             "longer sequences"
+        )
+
+
+def _check_blocks(kwargs: dict[str, Any], facts: ModelFacts) -> None:
+    """Refuse left padding where blocks of tokens, which become one key, are counted from the first column."""
+    family, mask = facts.config.get_text_config().model_type, _padding_mask(kwargs)
+    if family in COMPRESSED_FAMILIES and mask is not None and not mask[:, 0].all():
+        raise ValueError(
+            f"attention_mask: expected no padding on the left for {family}, whose blocks of compressed tokens would "
+            "count it; use rollout 'vllm' (on a GPU)"
         )
 
 
