@@ -155,7 +155,7 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
     r"""1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
 
     Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas between
-    thousands are left out, units are not looked at. The numbers of a fraction do not count: 1/2, 2 1/2, \frac{1}{2}, 2½.
+    thousands are left out, units are not looked at. Fractions (1/2, 2 1/2, \frac{1}{2}, 2½) do not count as numbers.
     relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
     """
 
