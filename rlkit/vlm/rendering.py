@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rlkit.data.messages import MEDIA, Message, parts_of, text_of
@@ -69,10 +71,24 @@ def render_unchecked(
     if tools:
         check_template_shows_tools(processor)
     shaped = [{**one, "content": _content_for(processor, one)} for one in messages]
+    write = partial(
+        processor.apply_chat_template, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+    )
     with template_errors():
-        return processor.apply_chat_template(
-            shaped, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-        )
+        try:
+            return write(shaped)
+        except TypeError:  # a template that joins arguments to text, such as DeepSeek's, expects them as text
+            return write([_with_arguments_as_text(one) for one in shaped])
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    """A message whose calls have their arguments as JSON text, as in OpenAI's format."""
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls", ())
+        if (function := call["function"])
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def template_options(row: Row) -> dict[str, Any]:

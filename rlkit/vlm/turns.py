@@ -53,7 +53,8 @@ def assistant_turn(
     try:  # `encode_prompt` has checked that the messages appear
         before = write(messages, add_generation_prompt=True) + prefix
         after = write([*messages, {**answer, "content": prefix + text_of(answer)}])
-        text, wrong = after.removeprefix(before), CHANGED_PROMPT
+        text = after.removeprefix(before)
+        wrong: str | None = CHANGED_PROMPT
         if after.startswith(before):
             wrong = missing_text(processor, text, [answer], thinking_tags_of(row), name=name)
         if wrong is not None:
