@@ -152,7 +152,7 @@ def _read_message(one: Any, name: str) -> Message:
         raise ValueError(f'{name}: expected {{"role": ..., "content": ...}}, got {_short(one)}')
     read = {key: value for key, value in one.items() if value is not None}  # tables fill missing fields with None
     content = read.get("content")
-    if calls := read.get("tool_calls"):
+    if calls := read.pop("tool_calls", None):
         read["tool_calls"] = [_read_call(call, f"{name}.tool_calls") for call in calls]
         content = read["content"] = content or ""
     if isinstance(content, list | tuple):

@@ -155,7 +155,7 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
     r"""1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
 
     Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas between
-    thousands are left out, units are not looked at. The numbers of a fraction, 1/2 or \frac{1}{2}, do not count.
+    thousands are left out, units are not looked at. Fractions (1/2, 2 1/2, \frac{1}{2}, 2½) do not count as numbers.
     relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
     """
 
@@ -171,9 +171,15 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
 
 
 def _numbers(text: str) -> list[float]:
+    """The decimal numbers of a text, without those of fractions and mixed numbers."""
     number = r"[-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+"
+    whole = r"(?:(?<![\w.])\d++ *+)?"  # of a mixed number
     part = r"\s*(?:\d|\{(?:[^{}]|\{[^{}]*\})*\})"  # of \frac: a digit, or braces with braces inside
-    fraction = rf"\\[dtc]?frac{part}{part}|(?<![\w.]){number}(?:\s*/\s*{number})+"
+    fraction = (
+        rf"{whole}\\[dtc]?frac{part}{part}"  # \frac{1}{2}, 2\frac{1}{2}
+        rf"|{whole}(?<![\w.]){number}(?:\s*[/⁄]\s*{number})+"  # 1/2, 2 1/2
+        r"|(?<!\d)\d*+[¼-¾⅐-⅞]"  # ½, 2½
+    )
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
     return [float(found) for found in re.findall(rf"(?<![\w./]){number}", re.sub(fraction, " ", text))]
 

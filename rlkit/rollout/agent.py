@@ -34,8 +34,9 @@ from rlkit.data.user_code import Failures
 from rlkit.rollout.background import in_daemon_thread, start_event_loop
 from rlkit.rollout.sampling import OnFinished, Sampling, sample_name, sampling_per_request
 from rlkit.rollout.shared_rows import call_on_one_rank
-from rlkit.vlm.chat_template import OBSERVATION, encode_observation, template_options
 from rlkit.vlm.images import load_image
+from rlkit.vlm.observations import encode_observation
+from rlkit.vlm.rendering import OBSERVATION, template_options
 
 GRACE_SECONDS = 10.0  # after its timeout, until a step that blocks the event loop is abandoned
 

@@ -10,19 +10,15 @@ from rlkit.vlm.adapt import (
     trainable_summary,
     vision_tower_pattern,
 )
+from rlkit.vlm.answers import encode_answers, encode_chat
 from rlkit.vlm.audios import load_audio
-from rlkit.vlm.chat_template import (
-    encode_answers,
-    encode_chat,
-    encode_observation,
-    encode_prompt,
-    encode_prompts,
-    render,
-)
 from rlkit.vlm.checkpoint_weights import merged_parameters
 from rlkit.vlm.images import load_image
 from rlkit.vlm.loading import load_model, model_path
+from rlkit.vlm.observations import encode_observation
 from rlkit.vlm.processors import decode, load_processor, placeholder_ids, suppressed_token_ids
+from rlkit.vlm.prompts import encode_prompt, encode_prompts
+from rlkit.vlm.rendering import render
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 from rlkit.vlm.tiny import (
     build_tiny,

@@ -29,7 +29,7 @@ from PIL import Image
 from torch import Tensor, multiprocessing
 
 from rlkit.data.samples import Row, Sample, Video
-from rlkit.vlm.chat_template import encode_prompt
+from rlkit.vlm.prompts import encode_prompt
 
 EXIT_SECONDS = 10.0  # from the end of a worker's pipe to its exit
 

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.messages import prompt_of
-from rlkit.vlm.chat_template import encode_prompt, render
 from rlkit.vlm.encoding import video_arguments
 from rlkit.vlm.images import load_image
+from rlkit.vlm.prompts import encode_prompt
+from rlkit.vlm.rendering import render
 from rlkit.vlm.videos import load_videos
 
 TINY_MARK = "rlkit_tiny"  # in config.json, also of what is trained from it

@@ -18,8 +18,7 @@ from rlkit.engines import make_engine
 from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.agent import Observation, ScriptedRollout, run_episodes
-from rlkit.vlm import decode, encode_prompt, load_model, load_processor, suppressed_token_ids
-from rlkit.vlm.chat_template import encode_observation
+from rlkit.vlm import decode, encode_observation, encode_prompt, load_model, load_processor, suppressed_token_ids
 
 
 @pytest.fixture(scope="module")

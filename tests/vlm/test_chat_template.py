@@ -10,7 +10,6 @@ from rlkit.data.formats import chat_row, pair_row
 from rlkit.rewards import exact_match, without_thinking
 from rlkit.vlm import encode_answers, encode_chat, encode_observation, encode_prompt, load_processor, render
 from rlkit.vlm.chat_template import check_template_options
-from rlkit.vlm.missing_text import missing_text
 
 
 def user(content):
@@ -482,98 +481,6 @@ def test_calls_of_tools_appear_or_are_refused(tiny_dir, written):
     )
     later = {"messages": [*row["messages"], {"role": "tool", "content": "8"}, assistant("eight")]}
     assert refusal(reader(tiny_dir, PLAIN), later).startswith("row 6: messages[1].tool_calls: expected")
-
-
-def left_out(template, messages):
-    """The error for messages that a template, a function of them, leaves out; None if it has all."""
-    return missing_text(None, template(messages), messages, ("<think>", "</think>"))
-
-
-def system(content):
-    return {"role": "system", "content": content}
-
-
-def calls(*arguments, content=""):
-    return {**assistant(content), "tool_calls": [{"name": "add", "arguments": one} for one in arguments]}
-
-
-def tool(content):
-    return {"role": "tool", "content": content}
-
-
-def written(one):
-    """A message as many templates write it."""
-    called = "".join(f"<{one['name']} {one['arguments']}>" for one in one.get("tool_calls") or ())
-    return f"{one['role']}: {one['content'].strip()}{called}\n"
-
-
-def in_order(messages):
-    return "Date: 26 May 2028. Tools: [{'name': 'add', 'required': ['a', 'b']}]\n" + "".join(map(written, messages))
-
-
-def test_a_loss_does_not_hide_in_what_the_template_writes_elsewhere():
-    chat = [system("Be short."), user("Is it 8 or 9?"), calls({"a": 7, "b": 1}), tool("8"), assistant("It is eight.")]
-    assert left_out(in_order, chat) is None
-    for gone, field in ((3, "content"), (2, "tool_calls")):
-        found = left_out(lambda chat, gone=gone: in_order(chat[:gone] + chat[gone + 1 :]), chat)
-        assert found.startswith(f"messages[{gone}].{field}: expected") and "in its place; " in found
-    padded = [system("Say 5."), user("5           ")]
-    assert left_out(in_order, padded) is None
-    assert left_out(in_order, [user("5           "), assistant("Say 5."), user("5")]) is None
-    assert "messages[1].content" in left_out(lambda chat: in_order(chat[:1]), padded)
-
-
-def test_calls_that_share_an_argument_are_found_in_any_order():
-    """Each has its own place, though the longer city comes last."""
-    chat = [
-        user("Q"),
-        calls({"city": "Rome"}, {"city": "Paris"}, content="I ask."),
-        tool("warm"),
-        tool("cold"),
-        user("so"),
-    ]
-    one, two = ("{'city': 'Rome'}", "{'city': 'Paris'}")
-    for body in (
-        f"{one} add {two} add I ask. warm cold",  # arguments before names, content after the calls
-        f"I ask. add {one} warm add {two} cold",  # a result after each call
-    ):
-        assert left_out(lambda _, body=body: f"Q {body} so", chat) is None
-        for word in ("Rome", "Paris", "warm", "cold", "I ask."):
-            assert left_out(lambda _, body=body, word=word: f"Q {body} so".replace(word, ""), chat), (body, word)
-
-
-def test_what_templates_move_is_found():
-    chat = [
-        system("Be short."),
-        user("1 + 7?"),
-        calls({"a": 7, "b": {"y": 1, "x": [2, 3]}}, {"a": 1}, content="I add."),
-        tool("8"),
-        tool("add"),
-        assistant("It is 8."),
-        user("short"),
-    ]
-
-    def before_the_last(chat):  # Mistral 7B v0.3
-        return in_order(chat[1:-1]) + written(chat[0]) + written(chat[-1])
-
-    def hoists(chat):  # DeepSeek-V3
-        return in_order(sorted(chat, key=lambda one: one["role"] != "system"))
-
-    def content_last(chat):  # Gemma 4's comes after what the tools say, and its keys are sorted
-        called = [{**one, "arguments": dict(sorted(one["arguments"].items()))} for one in chat[2]["tool_calls"]]
-        moved = {**chat[2], "content": "", "tool_calls": called}
-        said = assistant(chat[2]["content"])
-        return in_order([*chat[:2], moved, *chat[3:5], said, *chat[5:]])
-
-    later = [*chat[:-1], system("Be long."), chat[-1]]
-    swapped = [*chat[:2], calls({"b": {"x": [2, 3], "y": 1}, "a": 7}, {"a": 1}, content="I add."), *chat[3:]]
-    for template, messages in ((before_the_last, chat), (hoists, later), (content_last, chat), (content_last, swapped)):
-        assert left_out(template, messages) is None
-        for gone in range(1, len(messages)):  # and what is left out is noticed
-            rest = [{**one, "content": "", "tool_calls": []} if i == gone else one for i, one in enumerate(messages)]
-            if template is content_last and gone == 2:
-                continue
-            assert missing_text(None, template(rest), messages, ("<think>", "</think>")), (template, gone)
 
 
 def test_ids_that_a_template_writes_in_place_of_names_are_explained(tiny_dir):
