@@ -420,6 +420,10 @@ def on_rank(rank, world, port, model_dir, big_dir, out, names):
 
 
 def main(model_dir, big_dir, out, *names):
+    import peft  # noqa: F401  (here, and not on every rank, what is imported on first use)
+
+    load_processor(model_dir)
+    torch.optim.AdamW(load_model(model_dir).parameters())
     for world, known in NAMES.items():
         if chosen := [name for name in known if name in names]:
             with socket.socket() as free:
