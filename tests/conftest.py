@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 
 # files that take more than half a minute, the longest first
 LONGEST = """
-grpo_async two_ranks grpo_vlm grpo_tools ulysses megatron vllm vllm_server ppo own_images plan misbehaving_rewards
-sandbox maths records ranks fused_kernels kto smollm2 evaluate
+ulysses grpo_tools ranks grpo_async two_ranks grpo_vlm megatron vllm fused_kernels vllm_server ppo own_images plan
+stories misbehaving_rewards sandbox maths records kto smollm2 evaluate
 """.split()
 
 

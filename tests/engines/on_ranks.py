@@ -44,7 +44,7 @@ from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.runs.sampling import PolicySampler  # noqa: E402
 from rlkit.vlm import freeze, load_model, load_processor, lora, merged_parameters, quantize_base, vision_tower_pattern  # noqa: E402
 
-fsdp1_loading.ELEMENTS_AT_ONCE = 64  # so that the parameters of a tiny model take several exchanges
+fsdp1_loading.ELEMENTS_AT_ONCE = 1000  # so that the parameters of a tiny model take several exchanges
 ROWS = 9  # row 3 is text only, the others have images
 
 
@@ -420,6 +420,10 @@ def on_rank(rank, world, port, model_dir, big_dir, out, names):
 
 
 def main(model_dir, big_dir, out, *names):
+    import peft  # noqa: F401  (here, and not on every rank, what is imported on first use)
+
+    load_processor(model_dir)
+    torch.optim.AdamW(load_model(model_dir).parameters())
     for world, known in NAMES.items():
         if chosen := [name for name in known if name in names]:
             with socket.socket() as free:

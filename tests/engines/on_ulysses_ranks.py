@@ -6,6 +6,7 @@ on_ulysses_ranks.py OUT_DIR NAME...
 import json
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -86,6 +87,7 @@ SPLITS = {  # ranks, the engine's options, cases
 IN_SHARDS = ("DP 2 x TP 2",)  # each rank reads its part of the weights; in the other layouts it has all of them first
 NOT_SHARED = {*test_families.REFUSED, *VISION_EXPERT_FAMILIES}
 FAMILIES = [name for name in [*test_families.TEXT, *test_families.VISION] if name not in NOT_SHARED]
+ALONE = {}  # by family, what `one_by_one` gives, made before ranks are forked: once, and not on every rank
 # all cases: one for each layout and model, each family on two ranks, and the errors
 NAMES = [f"{split}/{name}" for split, (*_, names) in SPLITS.items() for name in names]
 NAMES += [*(f"family/{family}" for family in FAMILIES), "errors", "rows_of_the_last_rank"]
@@ -201,8 +203,8 @@ def with_a_sequence_as_long_as_a_part():
     return batch, torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(0))
 
 
-def run_family(family, ulysses_size):
-    """The largest errors of logprobs and of gradients summed over ranks, compared with one sequence at a time."""
+def one_by_one(family):
+    """A family's model, rows and weights, and their logprobs and gradients, one sequence at a time on one rank."""
     if family in test_families.VISION:
         (batch, weights), model = test_families.rows(family), test_families.vision_model(family)
     else:
@@ -212,7 +214,12 @@ def run_family(family, ulysses_size):
         weights = weights[1:, : batch.tokens.shape[1]]
     if family == "glm_moe_dsa":  # which hands choices of tokens from layer to layer
         batch, weights = with_a_sequence_as_long_as_a_part()
-    expected, expected_gradients = test_families.one_at_a_time(model, batch, weights)
+    return model, batch, weights, *test_families.one_at_a_time(model, batch, weights)
+
+
+def run_family(family, ulysses_size):
+    """The largest errors of logprobs and of gradients summed over ranks, compared with one sequence at a time."""
+    model, batch, weights, expected, expected_gradients = ALONE.pop(family, None) or one_by_one(family)
     use_packed_attention(model, packed=True)
     ulysses = apply_ulysses(model, ulysses_size, CPU, packed=True)
     inputs = prepare_model_inputs(batch, position_spec(model.config), CPU, ulysses=ulysses)
@@ -325,6 +332,10 @@ def main(out, *names):
     processor = make_processor()
     for case in CASES.values():
         torch.optim.AdamW(make_model(case, processor if is_vision(case) else None).parameters())
+    for family in FAMILIES:
+        if f"family/{family}" in names:
+            with suppress(Exception):  # the case of this family raises it again
+                ALONE[family] = one_by_one(family)
     for world in (1, 2, 4):
         if chosen := [name for name in names if ranks_of(name) == world]:
             fork_ranks(on_rank, world, Path(out), chosen, processor)
