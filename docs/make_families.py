@@ -352,8 +352,13 @@ Notes:
   which an export has: `hf_overrides` names the former.
 - **qwen2_moe with `use_sliding_window`, phimoe with `sliding_window`.** transformers 5.19 applies the window by a mask,
   and does not hand it to the attention function. The engine reads it from the configuration. vLLM 0.32 leaves out
-  the windows of qwen2_moe where only some layers have one: rollouts `vllm` and `vllm_server`, and teachers on servers,
-  refuse contexts longer than the window. Use `--rollout hf`, or shorter sequences.
+  the windows of qwen2_moe where only some layers have one, SGLang all of them (by its code): rollouts `vllm`,
+  `vllm_server` and `sglang`, and teachers on servers, refuse contexts longer than the window. Use `--rollout hf`, or
+  shorter sequences.
+- **`sliding_window` in a configuration whose class has none, such as llama's, with vLLM.** transformers ignores it,
+  vLLM 0.32 applies it to all layers; with a window of 5, logprobs of a tiny Llama differ by 2.9. rlkit takes it from
+  vLLM's configuration by `hf_overrides`, also in servers that `rlkit.rollout.serve` started. Others are refused unless
+  their context fits into the window.
 - **minicpm3, granite, hyperclovax and other families that scale or cap their logits** refuse `--use_fused_kernels`.
 - **hyperclovax_vision_v2** takes images, and its videos are refused: the chat template writes a placeholder for the
   length of a video, which transformers' processor replaces when it expands the text. vLLM runs transformers' code for
@@ -378,8 +383,7 @@ Notes:
   processor stacks them. Called with images and videos, it loses the pixels of images; rlkit calls its parts and keeps
   them. Frames of files are chosen as for all families (`--video_fps`, `--video_frames`); the processor itself would
   take them from the first to the last frame, or leave out a second at both ends of long videos. vLLM has no videos of
-  the family: rollout `vllm` gives it frames as images that the trainer has prepared. vLLM's servers and ranks that
-  share an engine (`tensor_parallel_size`) refuse them.
+  the family: rollout `vllm` gives it frames as images that the trainer has prepared. vLLM's servers refuse them.
 - **qwen4_exp.** Each query attends to the blocks of tokens that an indexer chooses, next to gated delta rule and
   embeddings of the last tokens. In packed rows all three get each sequence as a row of its own. transformers 5.19
   chooses the blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does

@@ -23,8 +23,11 @@ class Offloaded:
 
     The tensors stay the same objects, and only their storages become empty, so FSDP2 and optimizers can go on holding
     them. Host memory is pinned if the device is a GPU, and is reused by the next `unload`. The copies lie end to end in
-    blocks of `BLOCK_BYTES`: an allocation for each tensor would take up to twice the memory. All copies are queued
-    before the first one is waited for.
+    blocks of `BLOCK_BYTES`: an allocation for each tensor would take up to twice the memory.
+
+    On a GPU `unload` does not wait for its copies: they run in a stream of their own beside what the host and the GPU
+    do next. torch's allocator gives the memory of a tensor to nobody before its copy has ended, and waits for that in
+    `torch.cuda.empty_cache`, which a sampler calls before it allocates.
 
     A tensor must not be used between `unload` and `load`. Unchanged contents need no second copy: the earlier one is
     still on the host.
@@ -38,6 +41,7 @@ class Offloaded:
         self._storages: list[tuple[torch.UntypedStorage, int, int]] = []  # with their bytes, and where the copy starts
         self._blocks: list[Tensor] = []
         self._is_unloaded = False
+        self._stream: torch.cuda.Stream | None = None  # of copies to the host; None on a CPU
 
     @torch.no_grad()
     def unload(self, tensors: Iterable[Tensor], unchanged: Iterable[Tensor] = ()) -> None:
@@ -53,21 +57,25 @@ class Offloaded:
         current = {storage._cdata for x in unchanged for storage in _storages(x)}
         copied = {(storage._cdata, start) for storage, _, start in self._storages}
         self._storages, self.host_bytes = [], 0
-        for key, storage in storages.items():
-            self._storages.append((storage, storage.nbytes(), self.host_bytes))
-            if key not in current or (key, self.host_bytes) not in copied:
-                copy_to_host(storage, self._blocks, self.host_bytes)
-            self.host_bytes += storage.nbytes()
-        if any(storage.device.type == "cuda" for storage in storages.values()):
-            torch.cuda.synchronize()
-        for storage in storages.values():
-            storage.resize_(0)
+        if self._stream is None and any(storage.device.type == "cuda" for storage in storages.values()):
+            self._stream = torch.cuda.Stream()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for key, storage in storages.items():
+                self._storages.append((storage, storage.nbytes(), self.host_bytes))
+                if key not in current or (key, self.host_bytes) not in copied:
+                    copy_to_host(storage, self._blocks, self.host_bytes)
+                self.host_bytes += storage.nbytes()
+                _release(storage, self._stream)
         self._is_unloaded = True
 
     @torch.no_grad()
     def load(self) -> None:
         """Bring back what was unloaded, in the order of the current stream."""
         if self._is_unloaded:
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
             for storage, size, start in self._storages:
                 storage.resize_(size)
                 copy_from_host(storage, self._blocks, start)
@@ -201,6 +209,13 @@ def without_memory_of(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> li
     """Those of the tensors that are no views of others."""
     owned = {storage._cdata for x in others for storage in _storages(x)}
     return [x for x in tensors if not any(storage._cdata in owned for storage in _storages(x))]
+
+
+def _release(storage: torch.UntypedStorage, stream: torch.cuda.Stream | None) -> None:
+    """Give back the memory of a storage, on a GPU once the work that this stream has so far has ended."""
+    if stream is not None and storage.device.type == "cuda":
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).record_stream(stream)
+    storage.resize_(0)
 
 
 def copy_to_host(storage: torch.UntypedStorage, blocks: list[Tensor], start: int) -> None:

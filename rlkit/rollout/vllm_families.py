@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.vlm.families import attention_temperature_length, layer_types
+from rlkit.vlm.families import attention_temperature_length, layer_types, stray_window
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.weight_files import quantization_method, quantized_message
 
@@ -85,6 +85,13 @@ def family_options(model: str, config: Any) -> dict[str, Any]:
     if config.model_type == "hyperclovax_vision_v2":
         # vLLM runs transformers' code for it, and multiplies logits by what it finds under another name
         options["hf_overrides"] = {"text_config": {"logit_scale": config.text_config.logits_scaling}}
+    if stray_window(config):  # vLLM applies it to all layers, transformers to none
+        of_family = options.get("hf_overrides", {})
+        if config.get_text_config() is config:
+            options["hf_overrides"] = {**of_family, "sliding_window": None}
+        else:
+            of_text = {**of_family.get("text_config", {}), "sliding_window": None}
+            options["hf_overrides"] = {**of_family, "text_config": of_text}
     if config.model_type == "exaone4_5":
         # vLLM 0.32 takes it for a model whose vision tower normalizes pixels, and has its processor leave that out
         options["mm_device_do_normalize"] = False
@@ -135,23 +142,25 @@ def _module(entry: Any) -> str:
     return cls.__module__ if cls else getattr(entry, "module_name", "")
 
 
-def check_windows_work(config: Any, max_model_len: int | None) -> None:
-    """Raise a ValueError for a model whose sliding windows vLLM would leave out: its class of Qwen2-MoE has none.
+def check_windows_work(config: Any, max_model_len: int | None, sampler: str = "vLLM") -> None:
+    """Raise a ValueError for a model whose sliding windows a sampler would leave out: classes of Qwen2-MoE have none.
 
-    If all layers have a window, vLLM applies it to each of them.
+    If all layers have a window, vLLM applies it to each of them; SGLang does not.
 
     Args:
         config: of the model, from transformers.
-        max_model_len: of vLLM; None for the context of the model.
+        max_model_len: of the sampler; None for the context of the model.
+        sampler: "vLLM" or "SGLang".
     """
-    text = config.get_text_config()
-    if text.model_type != "qwen2_moe" or set(layer_types(config)) != {"full_attention", "sliding_attention"}:
+    text, kinds = config.get_text_config(), set(layer_types(config))
+    in_all_layers = kinds == {"sliding_attention"}
+    if text.model_type != "qwen2_moe" or "sliding_attention" not in kinds or (in_all_layers and sampler == "vLLM"):
         return
     if (longest := max_model_len or text.max_position_embeddings) > text.sliding_window:
         raise ValueError(
             f"max_model_len: expected at most the sliding window of {text.sliding_window} tokens for qwen2_moe, whose "
-            f"windows vLLM leaves out, got {longest}; use shorter sequences (--max_prompt_tokens, --max_new_tokens; "
-            "--max-model-len of a server), or rollout 'hf'"
+            f"windows {sampler} leaves out, got {longest}; use shorter sequences (--max_prompt_tokens, "
+            "--max_new_tokens; --max-model-len of vLLM's servers, --context-length of SGLang's), or rollout 'hf'"
         )
 
 

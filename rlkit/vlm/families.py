@@ -187,8 +187,20 @@ def layer_types(config: Any) -> list[str]:
 def kinds_of_layers(config: Any) -> list[str]:
     """`layer_types`, also of a family that has one kind only and does not list it."""
     text = config.get_text_config()
-    only = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
+    has_window = getattr(text, "sliding_window", None) and not stray_window(config)
+    only = "sliding_attention" if has_window else "full_attention"
     return layer_types(config) or [only] * text.num_hidden_layers
+
+
+def stray_window(config: Any) -> int | None:
+    """The `sliding_window` of a configuration whose class of transformers has none, so that its model ignores it.
+
+    None for classes that declare one, and for those of other packages.
+    """
+    text = config.get_text_config()
+    of_transformers = type(text).__module__.startswith("transformers.models.")
+    declared = hasattr(type(text), "sliding_window") or "sliding_window" in text.attribute_map
+    return getattr(text, "sliding_window", None) if of_transformers and not declared else None
 
 
 def attention_layer_count(config: Any) -> int:

@@ -11,12 +11,36 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import on_gpu_ranks
 
+from rlkit.engines.offload import Offloaded
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 # mean difference of logprobs; relative differences of three steps (loss, gradient norm, entropy), and after a resume
 TOLERANCES = {"float32": (1e-3, 2e-3, 1e-3), "bfloat16": (0.05, 0.1, 0.02)}
+
+
+def test_copies_to_the_host_are_not_waited_for_and_lose_no_bit():
+    """`unload` returns while the GPU still works. Memory that is then written to is not that of a waiting copy."""
+    tensors = [torch.randn(1 << 24, device="cuda") for _ in range(4)]
+    before = [x.cpu() for x in tensors]
+    offloaded = Offloaded()
+    offloaded.unload(tensors)  # allocates the host memory
+    offloaded.load()
+    square = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(100):  # about a second of work, which the copies wait for
+        square @ square
+    offloaded.unload(tensors)
+    assert not offloaded._stream.query()
+    others = [torch.zeros(1 << 24, device="cuda") for _ in tensors]
+    offloaded.load()
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(tensors, before, strict=True))
+    assert not any(other.any() for other in others)
+    offloaded.unload(tensors)
+    torch.cuda.empty_cache()
+    assert offloaded._stream.query()  # whoever empties the cache gets their memory
 
 
 @pytest.mark.parametrize("ranks", list(on_gpu_ranks.NAMES))

@@ -64,6 +64,7 @@ DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MORE = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "minicpmv4_6"), DELTA),
     "diffllama": {"num_key_value_heads": 2},
+    "llama": {"sliding_window": 5},  # which its class does not declare and transformers ignores
     "glm_ocr": {"intermediate_size": 192},  # vLLM's merger has this width, that of transformers 3 * out_hidden_size
     **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
     "gemma4_unified": {"global_head_dim": 64},

@@ -76,6 +76,18 @@ def test_asynchronous_servers_take_adapters(connect, adapted):
         assert a.version == "3" and sampler.submitted == 3
 
 
+def test_what_was_submitted_before_the_first_adapters_is_finished_with_the_base_model(connect, adapted):
+    """A request says whether it is for the adapters, so none that waits for room may be sent after they came."""
+    with VllmStandin(latency=0.01) as a:
+        rollout = connect(a, max_sequences=1)
+        requests = [prompt_sample([10 + i, 11], group_id=i) for i in range(3)]
+        for update, version in ((adapters(adapted), 1), ((iter(WEIGHTS),), 2)):
+            submitted = rollout.submit(requests, SAMPLING)
+            rollout.update_adapter(*update) if version == 1 else rollout.update_weights(*update)
+            assert {sample.version for sample in submitted.result(60)} == {version - 1}
+        assert ["model" in body for body in a.bodies] == [False] * 3 + [True] * 3
+
+
 def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):
     with VllmStandin(pages=["/rlkit/adapter"]) as a:
         rollout = connect(a)

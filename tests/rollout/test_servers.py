@@ -115,6 +115,18 @@ def test_windows_that_a_server_leaves_out_are_refused(connect, tmp_path, process
             connect(server, model=str(tmp_path))
 
 
+def test_a_window_that_transformers_ignores_needs_a_server_that_was_started_without(connect, tmp_path, processor):
+    """As `rlkit.rollout.serve` starts them."""
+    AutoConfig.for_model("llama", vocab_size=len(processor.tokenizer), sliding_window=64).save_pretrained(tmp_path)
+    with VllmStandin(model=str(tmp_path), context=65) as server:
+        with pytest.raises(ValueError, match="started, or a context of at most 64 tokens, .* transformers ignores"):
+            connect(server, model=str(tmp_path))
+        server.context = 64
+        connect(server, model=str(tmp_path)).close()
+        server.context, server.dtype = 65, "float32"
+        connect(server, model=str(tmp_path))
+
+
 def test_each_request_has_its_own_sampling_parameters(connect):
     with VllmStandin() as a:
         how = [Sampling(4, 0.7, (1,)), Sampling(2, 0.0, (2,), stop=(5, 6))]

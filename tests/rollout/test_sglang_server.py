@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from transformers import Qwen2Config
+from transformers import AutoConfig, Qwen2Config
 from waiting import until
 
 from rlkit.data import load_task
@@ -231,6 +231,17 @@ def test_sleep_and_wake(connect):
         assert a.asleep == {"kv_cache"}
         rollout.update_weights(iter(WEIGHTS))
         assert not a.asleep and rollout.generate([prompt_sample([10])], SAMPLING)[0].version == 1
+
+
+@pytest.mark.parametrize("second", ["sliding_attention", "full_attention"])
+def test_windows_that_sglang_leaves_out_are_refused(connect, tmp_path, processor, second):
+    """Its class of Qwen2-MoE has none, also if all layers have one."""
+    windows = {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention", second]}
+    config = AutoConfig.for_model("qwen2_moe", vocab_size=len(processor.tokenizer), num_hidden_layers=2, **windows)
+    config.save_pretrained(tmp_path)
+    with SglangStandin(model=str(tmp_path), context=65) as server:
+        with pytest.raises(ValueError, match="^max_model_len: .* whose windows SGLang leaves out, got 65"):
+            connect(server, model=str(tmp_path))
 
 
 def test_bad_servers_are_named(connect):

@@ -104,6 +104,7 @@ class ServerRollout(ABC):
         self.end_token_ids = model_end_token_ids(model, self.config, tokenizer)
         self.group: TransferGroup | None = None
         self.group_members: list[tuple[Server, int]] = []
+        self.in_flight: set[Future[list[Sample]]] = set()
         self.asleep = self.update_failed = False
         self.pool = ServerPool(
             urls,
@@ -212,7 +213,10 @@ class ServerRollout(ABC):
                 count = min(self.pool.max_sequences, n - start)
                 body = self._request_body(request, request_sampling, start, count)
                 jobs.append(Job(len(jobs), request, request.number * n + start, count, body))
-        return self.pool.start(self._run(jobs, n, on_finished))
+        samples = self.pool.start(self._run(jobs, n, on_finished))
+        self.in_flight.add(samples)
+        samples.add_done_callback(self.in_flight.discard)
+        return samples
 
     def _check_media(self, requests: Sequence[Sample]) -> None:
         for request in requests:

@@ -42,6 +42,7 @@ from rlkit.rollout.servers.media import Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailable
 from rlkit.rollout.servers.rollout import Job, ServerRollout, version_number
 from rlkit.rollout.servers.weight_transfer import NamedTensor, gloo_group, listening_store
+from rlkit.rollout.vllm_families import check_windows_work
 
 GROUP_NAME = "rlkit"
 TEST_SCALE = 1e4  # temperature and logit bias of the request that checks logprobs
@@ -242,6 +243,7 @@ class SglangRollout(ServerRollout):
             raise ValueError(f"{server.url}: expected the model {self.model!r}, got {model['model_path']!r}")
         await self._check_logprobs(server)
         max_model_len = info.get("context_length") or self.config.get_text_config().max_position_embeddings
+        check_windows_work(self.config, max_model_len, "SGLang")
         return cast(int, max_model_len), weight_version
 
     async def _check_logprobs(self, server: Server) -> None:

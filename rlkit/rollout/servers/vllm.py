@@ -21,6 +21,7 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -47,6 +48,7 @@ from rlkit.rollout.vllm_requests import (
     check_suppressed_token_ids,
     vllm_sampling_params,
 )
+from rlkit.vlm.families import stray_window
 
 START_WITH_ADAPTERS = "python -m rlkit.rollout.serve --model MODEL --enable-lora --max-lora-rank RANK"
 
@@ -114,6 +116,7 @@ class VllmServerRollout(ServerRollout):
         """
         on_cpu = all(server.device == "cpu" for server in self.pool.servers)
         check_weight_updates_work(self.config, on_cpu=on_cpu)
+        self._finish_requests_of_another_adapter(None)
         super().update_weights(weights)
         self.adapter = None
 
@@ -121,7 +124,8 @@ class VllmServerRollout(ServerRollout):
         """Send LoRA adapters only, about a hundredth of the weights. The base model stays as the servers loaded it.
 
         Start the servers by `rlkit.rollout.serve` with `--enable-lora` and `--max-lora-rank`. They load adapters from
-        memory. Requests in flight continue with the new adapters. All ranks iterate together, and rank 0 sends.
+        memory. Requests in flight continue with the new adapters; before the first adapters they are finished with the
+        base model. All ranks iterate together, and rank 0 sends.
 
         Args:
             config: peft's config, from `engine.get_adapter()`.
@@ -131,6 +135,7 @@ class VllmServerRollout(ServerRollout):
             RuntimeError: a server did not receive the adapters, cannot use all of them, or has base weights other than
                 those that the adapters were trained on. The servers stay paused until another call succeeds.
         """
+        self._finish_requests_of_another_adapter(ADAPTER_NAME)
         self._update("update_adapter", weights, partial(self._send_adapter, config))
         self.adapter = ADAPTER_NAME
 
@@ -152,6 +157,15 @@ class VllmServerRollout(ServerRollout):
         self.sent_version = self.version + 1
         self._post_all("/update_weight_version", {"new_version": str(self.sent_version)})
         self._reset_caches_and_resume()
+
+    def _finish_requests_of_another_adapter(self, next_adapter: str | None) -> None:
+        """Wait for the samples of this rank whose requests do not name this adapter, also those not sent yet.
+
+        They would be sampled with the old weights, and called samples of the new version. Those that a failed update
+        has paused are not waited for.
+        """
+        if next_adapter != self.adapter and not self.update_failed:
+            wait(list(self.in_flight))
 
     def _pause(self, next_adapter: str | None) -> None:
         """Pause generation. Requests in flight continue after the update if the adapter stays the same; otherwise they
@@ -231,6 +245,13 @@ class VllmServerRollout(ServerRollout):
             raise ValueError(
                 f"{server.url}: expected a server that rlkit.rollout.serve started for {self.config.model_type}, of "
                 f"which vLLM's own class leaves out weights, got another. {self.start_hint}"
+            )
+        window = stray_window(self.config)
+        if server.device is None and window and card["max_model_len"] > window:
+            raise ValueError(
+                f"{server.url}: expected a server that rlkit.rollout.serve started, or a context of at most {window} "
+                f"tokens, for a model whose sliding_window of {window} vLLM applies and transformers ignores, got "
+                f"another server. {self.start_hint}"
             )
         return card["max_model_len"], weight_version
 
