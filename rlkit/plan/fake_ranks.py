@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rlkit.engines import distributed, offload
 from rlkit.engines.fsdp import fsdp2
@@ -43,9 +42,10 @@ class FloatsWithoutMemory(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.depth > 1:  # DTensor computes the shapes of full tensors here; they are not counted
+        is_query = func is torch.ops.prim.device.default  # more than half of all calls
+        if is_query or self.depth > 1:  # DTensor computes the shapes of full tensors there; they are not counted
             return super().__torch_dispatch__(func, types, args, kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         if tensors and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -55,8 +55,21 @@ class FloatsWithoutMemory(FakeTensorMode):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if not tensors and isinstance(out, FakeTensor) and _is_index(out):
             return func(*args, **kwargs)
-        tree_map_only(FakeTensor, self.ledger.see, out)
+        for tensor in _tensors([out]):
+            if isinstance(tensor, FakeTensor):
+                self.ledger.see(tensor)
         return out
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, and in lists and tuples of them."""
+    found: list[Tensor] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += _tensors(x)
+    return found
 
 
 def _is_index(x: Tensor) -> bool:

@@ -310,7 +310,8 @@ def _counts(model: Any) -> Counts:
 
 def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Mapping[str, Any]) -> None:
     """A training step in two phases: forward and backward, optimizer step."""
-    parameters: Sequence[Tensor] = [p for p in engine.module.parameters() if p.requires_grad]
+    kept = set(engine.module.parameters())
+    parameters: Sequence[Tensor] = [p for p in kept if p.requires_grad]
     outputs = engine.known_outputs
 
     def mark_gradients(*_: Any) -> None:
@@ -318,7 +319,7 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Ma
 
     def loss(out: Any, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         mark_gradients()
-        ledger.mark(GATHERED, (p for p in engine.module.parameters() if not hasattr(p, "to_local")))
+        ledger.mark(GATHERED, set(engine.module.parameters()) - kept)
         return token_mean(sum(out.tensors.values()), mb.mask, mb.total_tokens), {}
 
     def before(*_: Any) -> None:

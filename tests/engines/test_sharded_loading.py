@@ -134,6 +134,43 @@ def test_a_reference_holds_weights_as_it_computes(saved, family, on_meta):
     assert all(x.dtype == buffers[name].dtype for name, x in reference.module.named_buffers())
 
 
+@pytest.mark.parametrize("family", [*test_families.TEXT, *test_families.VISION])
+def test_a_reference_of_bfloat16_files_scores_as_the_policy_in_float32(family, tmp_path):
+    """To the bit, before the first step: the KL divergence of a policy from its own copy is 0.
+
+    transformers makes a buffer of Falcon-H1, which scales activations, in the dtype that a model is loaded in.
+    """
+    config = test_families.TEXT.get(family)
+    model = test_families.vision_model(family) if config is None else test_families.text_model(family, config, "eager")
+    batch = test_families.rows(family if config is None else None)[0]
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    policy, reference = (load_model(str(tmp_path), dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    options = {"device": "cpu", "compute_dtype": torch.bfloat16}
+    expected = make_engine("fsdp2", model=policy, **options).infer_batch(batch)["logprobs"]
+    found = make_engine("fsdp2", model=reference, only_scores=True, **options).infer_batch(batch)["logprobs"]
+    if family == "falcon_h1":
+        assert 0 < (found - expected).abs().max() < 0.05
+    else:
+        assert torch.equal(found, expected) and expected.any()
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_weights_in_the_dtype_of_the_computation_are_not_copied(saved, lora_rank):
+    """On a single rank; on several FSDP gathers weights into other tensors, as it does to cast those in float32."""
+    batch, _ = test_families.rows()
+    model = load_model(saved("olmo2"), dtype=torch.bfloat16)
+    model = lora(model, lora_rank, 8).to(torch.bfloat16) if lora_rank else model
+    addresses, used = {p.data_ptr() for p in model.parameters()}, set()
+    engine = make_engine("fsdp2", model=model, compute_dtype=torch.bfloat16, device="cpu", optimizer=adamw)
+    for part in model.modules():
+        part.register_forward_hook(lambda part, *_: used.update(p.data_ptr() for p in part.parameters()))
+    metrics = engine.train_batch(batch, lambda out, mb: (-(out.logprobs * mb.mask).sum() / mb.total_tokens, {}))
+    assert used == addresses == {p.data_ptr() for p in engine.module.parameters()}
+    assert 0 < metrics["grad_norm"] < 100 and not metrics["skipped_steps"]
+    with engine.gathered() as module:
+        assert {p.data_ptr() for p in module.parameters()} == addresses
+
+
 def test_an_engine_with_an_optimizer_does_not_only_score(saved):
     with pytest.raises(ValueError, match="^only_scores: expected False in an engine with an optimizer, got True"):
         make_engine("fsdp2", model=load_model(saved("qwen2")), optimizer=adamw, only_scores=True)

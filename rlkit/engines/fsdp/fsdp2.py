@@ -650,15 +650,14 @@ class Fsdp2Engine(OffloadingEngine):
                 layer.compile(dynamic=True)  # the number of tokens differs in every micro-batch
 
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-        """A model on a single rank whose weights already have the dtype of the computation is returned as it is.
+        """A float32 model on a single rank is returned as it is, if it computes in float32, too.
 
-        FSDP would only copy all weights in every forward and backward, which takes a tenth of a short step.
-
-        With `only_scores`, weights that are cast to that dtype are still sharded: FSDP also casts the inputs of each
-        layer. Without it, families such as ERNIE 4.5, OLMo and Qwen-Omni would have other results than with float32
-        weights, and Llama 4 would refuse float32 pixels.
+        FSDP would change nothing there, and takes a tenth of a short step. In other dtypes it is needed, as it also
+        casts the inputs of each layer (`apply_fsdp2`): otherwise a reference with weights in bfloat16 would have other
+        results than a policy in float32, in families that compute in float32 between layers, such as ERNIE 4.5, OLMo,
+        Falcon-H1 and Qwen-Omni. Llama 4 would refuse float32 pixels.
         """
-        if mesh.size() == 1 and {p.dtype for p in model.parameters()} <= {dtype}:
+        if mesh.size() == 1 and {dtype, *(p.dtype for p in model.parameters())} == {torch.float32}:
             return model
         units = fsdp_units(model, self.base, dtype)
         if self.only_scores:

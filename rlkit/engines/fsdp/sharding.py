@@ -88,15 +88,20 @@ def cast_to_units(model: nn.Module, units: Mapping[nn.Module, torch.dtype], dtyp
 def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
     """Apply `fully_shard` to each unit and to the rest; gradients are summed over the mesh, not averaged.
 
+    On a single rank, weights that already have the dtype of the computation stay where they are: FSDP casts the inputs
+    of each unit, as on several ranks, and copies no weights.
+
     Args:
         model: perhaps wrapped by `rlkit.vlm.lora`.
         units: from `fsdp_units`.
         dtype: of the rest.
         mesh: ("dp_shard",), or ("dp_replicate", "dp_shard").
     """
+    nothing_to_do = mesh.size() == 1 and {p.dtype for p in model.parameters()} <= {dtype}
+    left_alone = {*model.parameters()} if nothing_to_do else None
     for module, unit_dtype in [*units.items(), (model, dtype)]:
         policy = MixedPrecisionPolicy(param_dtype=unit_dtype, reduce_dtype=torch.float32)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=left_alone)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
