@@ -101,6 +101,8 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
         flags += runs.length_flags(cfg, engine.config)
         if cfg.trust_remote_code:
             flags += ["--trust-remote-code"]
+        if cfg.router_replay:
+            flags += ["--enable-return-routed-experts"]
         urls = [list(stack.enter_context(serving(path, logs=run.out, options=flags)))]
     dist.broadcast_object_list(urls, 0)
     cfg = replace(cfg, servers=tuple(urls[0]))
@@ -172,6 +174,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     for step in run.steps(start, cfg.steps):
         prompts, future = requested.popleft()
         answers = judged_answers(prompts, future, failures)
+        sampler.check_routing(answers.generated)
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")

@@ -186,13 +186,13 @@ class PolicySampler:
         else:
             generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.scorer.submit)
             if training:
-                self._check_routing(generated)
+                self.check_routing(generated)
             answers = self._judged(prompts, phase, generated)
         if training:
             record_draw(self.run, self.engine, prompts.samples, sampling, phase, answers.generated, answers.rewards)
         return answers
 
-    def _check_routing(self, answers: Sequence[Sample]) -> None:
+    def check_routing(self, answers: Sequence[Sample]) -> None:
         """With `--router_replay`, end the run if the sampler did not record its choice of experts."""
         if getattr(self.cfg, "router_replay", False) and any(answer.routed_experts is None for answer in answers):
             self.run.stop(

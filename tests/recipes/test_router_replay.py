@@ -82,6 +82,6 @@ def test_a_sampler_that_records_nothing_ends_the_run():
     )
     answers = [append_response(prompt_sample([3, 4]), [5], [-0.1])]
     with pytest.raises(SystemExit, match="router_replay: expected answers with the experts that vllm_server chose"):
-        PolicySampler._check_routing(sampler, answers)
+        PolicySampler.check_routing(sampler, answers)
     sampler.cfg.router_replay = False
-    PolicySampler._check_routing(sampler, answers)
+    PolicySampler.check_routing(sampler, answers)
