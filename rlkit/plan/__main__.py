@@ -180,16 +180,19 @@ def _what_is_too_small(plans: Sequence[Plan]) -> str:
         return "the sampler's cache has no room for one sequence"
     causes = []
     if on_host or not on_gpu:
-        (taken,), most = distinct_gib([min(plan.peak for plan in on_host or plans)], USABLE * plans[0].gpu.memory)
-        few = len(on_host) not in (0, len(plans))
-        least = "those that fit on the host take at least" if few else "the least is"
-        causes.append(f"{least} {taken} GiB, of {most} GiB usable")
+        usable = USABLE * plans[0].gpu.memory
+        causes.append("{} {} GiB, of {} GiB usable".format(*_least(plans, on_host, "host", "peak", usable)))
     if on_gpu or not on_host:
-        (taken,), most = distinct_gib([min(plan.host_peak for plan in on_gpu or plans)], plans[0].host_limit or 0)
-        few = len(on_gpu) not in (0, len(plans))
-        least = "those that fit on the GPU take at least" if few else "the least is"
-        causes.append(f"{least} {taken} GiB of host memory, of {most} GiB")
+        limit = plans[0].host_limit or 0
+        causes.append("{} {} GiB of host memory, of {} GiB".format(*_least(plans, on_gpu, "GPU", "host_peak", limit)))
     return "; ".join(causes)
+
+
+def _least(plans: Sequence[Plan], fitting: Sequence[Plan], where: str, size: str, limit: float) -> tuple[str, str, str]:
+    """Words for the least of a size, this least and its limit in GiB; among plans that fit elsewhere, if any do."""
+    (least,), most = distinct_gib([min(getattr(plan, size) for plan in fitting or plans)], limit)
+    some = 0 < len(fitting) < len(plans)
+    return f"those that fit on the {where} take at least" if some else "the least is", least, most
 
 
 def server_advice(servers: Servers, config: Any, plan: Plan) -> str:

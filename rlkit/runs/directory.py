@@ -6,7 +6,9 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from hashlib import sha256
 from itertools import count, filterfalse, takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES
 from rlkit.vlm.long_rope import has_long_factors, original_length
 
 LOCK = "run.lock"
+TEMPLATE_DIGEST = "chat_template_sha256"
 PROBE_BYTES = 1 << 20
 T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
@@ -66,13 +69,26 @@ def check_resumed_options(out: Path, options: Any) -> list[str]:
     Raises:
         ValueError: an option that changes the results differs, and `allow_changes` does not name it.
     """
-    return decided_by_rank_0(lambda: _changed_options(out, asdict(options)))
+    return decided_by_rank_0(lambda: _changed_options(out, recorded_options(options)))
+
+
+def recorded_options(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass of options, and the SHA-256 of the file that `--chat_template` names."""
+    recorded = asdict(options)
+    if file := recorded.get("chat_template"):
+        with suppress(OSError):  # an error of `processor_of` says that it cannot be read
+            recorded[TEMPLATE_DIGEST] = sha256(Path(file).read_bytes()).hexdigest()
+    return recorded
 
 
 def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
     if not (_holds_run(out) and (out / CONFIG).exists()):
         return []
     before, now = json.loads((out / CONFIG).read_text()), json.loads(json.dumps(options, default=str))
+    digests = [recorded.pop(TEMPLATE_DIGEST, None) for recorded in (before, now)]
+    if all(digests) and digests[0] != digests[1]:
+        for recorded, digest in zip((before, now), digests, strict=True):
+            recorded["chat_template"] += f" (SHA-256 {digest:.8}...)"
     changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
     refused = [name for name in changed if name not in {*CHANGEABLE, *options["allow_changes"]}]
     if refused:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
 from rlkit.runs.allocator import use_expandable_segments
 from rlkit.runs.command_line import parse_options
-from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
+from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0, recorded_options
 from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
 from rlkit.runs.memory_plan import planned_memory
@@ -123,7 +122,7 @@ def start_run(
     page = partial(write_page, out / "report.html", [out], title=name, running=True, every=seconds)
     run = Run(
         out,
-        asdict(cfg),
+        recorded_options(cfg),
         name=name,
         is_main_process=first,
         trackers=cfg.trackers,

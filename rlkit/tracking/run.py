@@ -64,8 +64,6 @@ class Run:
         ValueError: a tracker is unknown or not installed.
     """
 
-    save_last_step: Callable[[], None] | None = None  # where it is not saved yet; see rlkit.runs.checkpoints.save
-
     def __init__(
         self,
         out: str | Path,
@@ -93,6 +91,7 @@ class Run:
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
         self.step = 0  # the last step that was logged
+        self.save_last_step: Callable[[], None] | None = None  # until it is saved; see rlkit.runs.checkpoints.save
         self.skipped_in_a_row = 0  # skipped steps at the end of the log
         self.first_mismatch: float | None = None  # of sampler and trainer; see PolicySampler.stop_if_out_of_sync
         self.sampler_bytes = 0  # that vLLM in this process holds, which are not in `memory/<phase>`

@@ -51,7 +51,9 @@ def merged_parameters(
             after that, when it has been dequantized and merged.
         shard: (full tensor, parameter) -> the tensor, sharded as the parameter is.
     """
-    return _in_buckets(_stored_parameters(model, cast), full, bucket_bytes, cast, shard)
+    for bucket in _buckets(_stored_parameters(model, cast), bucket_bytes):
+        yield from _full(_merged_parts(bucket, full, cast, shard), full, cast)
+        del bucket  # free it before the next one is made
 
 
 def adapter_parameters(
@@ -69,7 +71,8 @@ def adapter_parameters(
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     )
-    return _in_buckets(stored, full, bucket_bytes, lambda name, tensor: tensor, lambda tensor, parameter: tensor)
+    for bucket in _buckets(stored, bucket_bytes):
+        yield from _full(bucket, full, lambda name, tensor: tensor)
 
 
 class _Stored(NamedTuple):
@@ -110,24 +113,18 @@ def _stored_parameters(model: nn.Module, cast: Callable[[str, Tensor], Tensor]) 
         yield _Stored(name, tensors, layer, adapter)
 
 
-def _in_buckets(
-    parameters: Iterable[_Stored],
-    full: Callable[[Sequence[Tensor]], Iterable[Tensor]],
-    bucket_bytes: int,
-    cast: Callable[[str, Tensor], Tensor],
-    shard: Shard,
-) -> Iterator[tuple[str, Tensor]]:
-    """`_full` of all parameters, a bucket at a time."""
+def _buckets(parameters: Iterable[_Stored], bucket_bytes: int) -> Iterator[list[_Stored]]:
+    """Parameters in buckets of at most this size, or of one parameter."""
     bucket: list[_Stored] = []
     bucket_size = 0
     for parameter in parameters:
         size = sum(x.numel() * x.element_size() for x in parameter.tensors)
         if bucket and bucket_size + size > bucket_bytes:
-            yield from _full(_merged_parts(bucket, full, cast, shard), full, cast)
+            yield bucket
             bucket, bucket_size = [], 0
         bucket.append(parameter)
         bucket_size += size
-    yield from _full(_merged_parts(bucket, full, cast, shard), full, cast)
+    yield bucket
 
 
 def _merged_parts(

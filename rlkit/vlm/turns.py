@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import takewhile
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -49,7 +48,11 @@ def assistant_turn(
         following: the next message, if there is one.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    write = partial(render_unchecked, processor, **template_options(row))
+
+    def write(chat: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        options = template_options(row)
+        return render_unchecked(processor, chat, add_generation_prompt=add_generation_prompt, **options)
+
     try:  # `encode_prompt` has checked that the messages appear
         before = write(messages, add_generation_prompt=True) + prefix
         after = write([*messages, {**answer, "content": prefix + text_of(answer)}])

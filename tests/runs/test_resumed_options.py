@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 from transformers import AutoConfig
 
-from rlkit.runs import ModelOptions, RunOptions, start_run
+from rlkit.runs import ModelOptions, RunOptions, TaskOptions, start_run
 from rlkit.runs.directory import CHANGEABLE, check_resumed_options, release_directory
 from rlkit.runs.options import SamplingOptions
 from rlkit.tracking import CONFIG
@@ -22,6 +22,11 @@ class Options(RunOptions):
 
 @dataclass
 class LongOptions(SamplingOptions, ModelOptions, RunOptions):
+    pass
+
+
+@dataclass
+class RunOfTaskOptions(TaskOptions, RunOptions):
     pass
 
 
@@ -48,6 +53,25 @@ def contents(cfg, tmp_path):
 def test_the_same_options_are_resumed_in_silence(cfg, capsys):
     start(cfg)
     assert capsys.readouterr().out == ""
+
+
+def test_a_chat_template_whose_file_has_changed_is_refused(tmp_path, capsys):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages }}")
+    cfg = RunOfTaskOptions(out=str(tmp_path / "run"), chat_template=str(file))
+    start(cfg)
+    resumed = replace(cfg, resume=True)
+    start(resumed)
+    file.write_text("{{ messages | tojson }}")
+    digest = r"\(SHA-256 [0-9a-f]{8}\.\.\.\)"
+    expected = (
+        rf"chat_template was '.*mine.jinja {digest}' and is '.*mine.jinja {digest}'; .*--allow_changes chat_template$"
+    )
+    with pytest.raises(ValueError, match=expected):
+        start(resumed)
+    start(replace(resumed, allow_changes=("chat_template",)))
+    assert "resume: chat_template was " in capsys.readouterr().out
+    start(resumed)
 
 
 def test_what_changes_the_results_is_refused_by_name(cfg, tmp_path, capsys):
