@@ -34,7 +34,14 @@ from rlkit.rollout.vllm_families import (
     register_models,
     runs_by_transformers,
 )
-from rlkit.rollout.vllm_prepared import has_prepared, normalization_options, prepared_prompt, takes_prepared
+from rlkit.rollout.vllm_prepared import (
+    copy_parts,
+    has_prepared,
+    is_prepared,
+    normalization_options,
+    prepared_prompt,
+    takes_prepared,
+)
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_image_attention,
@@ -53,7 +60,7 @@ from rlkit.vlm.processors import QWEN3_OMNI, suppressed_token_ids
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
 SUPPORTED_RANGE = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])  # as pip writes it
 TIMEOUT = timedelta(hours=1)  # of the groups that trainers make, too; NCCL's own are ten minutes
-Request = tuple[Sample, Sampling]
+EngineInput = tuple[Any, Any]  # vLLM's prompt and `vllm.SamplingParams`
 
 
 class VllmRollout:
@@ -113,8 +120,7 @@ class VllmRollout:
         else:
             dtype, on_cpu = cpu_dtype_and_options(config, dtype)
             options = cpu_options(dtype, with_family_options({**of_family, **on_cpu}, options))
-        if self.group is None:  # ranks that share an engine do not send each other prepared inputs
-            options = {**normalization_options(config), **options}
+        options = {**normalization_options(config), **options}
         self.weight_dtype: torch.dtype = getattr(torch, dtype)
         if type(processor).__name__ == QWEN3_OMNI:
             # vLLM would reuse the tokens of a video for the same frames with another sound
@@ -140,7 +146,7 @@ class VllmRollout:
         started = self.llm.model_config
         self.end_token_ids = end_token_ids(tokenizer, started.try_get_generation_config().get("eos_token_id"))
         self.max_model_len = started.max_model_len
-        self.takes_prepared = self.group is None and takes_prepared(started)
+        self.takes_prepared = takes_prepared(started)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load (HF name, full tensor) of every parameter, one at a time; all ranks iterate together.
@@ -242,9 +248,10 @@ class VllmRollout:
         check_kimi_videos(requests, self.config)
         if not self.on_gpu:
             check_image_attention(requests, self.config)
-        gathered, first = self._gather_requests(list(zip(requests, params, strict=True)))
+        inputs = [self._engine_input(request, one, n) for request, one in zip(requests, params, strict=True)]
+        gathered, first = self._gather_inputs(inputs)
         groups: dict[int, list[Sample]] = {}
-        with self._without_compilation(), closing(self._run_engine(gathered, n)) as outputs:
+        with self._without_compilation(), closing(self._run_engine(gathered)) as outputs:
             for index, output in outputs:
                 i = index - first
                 if 0 <= i < len(requests):  # other requests belong to other ranks
@@ -257,38 +264,8 @@ class VllmRollout:
         """On a CPU vLLM compiles a few lines of its sampler, which takes ten seconds and needs a C++ compiler."""
         return nullcontext() if self.on_gpu else torch.compiler.set_stance("force_eager")
 
-    def _gather_requests(self, requests: list[Request]) -> tuple[list[Request], int]:
-        """Requests of all ranks that share this engine, and the index of this rank's first one.
-
-        Each rank has requests of its own, because they train on different rows. Fields that vLLM does not need are not
-        sent: data rows may hold anything.
-        """
-        if self.group is None:
-            return requests, 0
-        per_rank: list[Any] = [None] * dist.get_world_size(self.group)
-        unused: dict[str, Any] = {"row": {}, "vision": {}, "logprobs": [], "routed_experts": None}
-        sent = [(replace(request, **unused), sampling) for request, sampling in requests]
-        dist.all_gather_object(per_rank, sent, group=self.group)
-        rank = dist.get_group_rank(self.group, dist.get_rank())
-        return [request for part in per_rank for request in part], sum(len(part) for part in per_rank[:rank])
-
-    def _run_engine(self, requests: Sequence[Request], n: int) -> Generator[tuple[int, Any]]:
-        """(index of a request, vLLM's output), as each request is finished."""
-        engine, ids = self.llm.llm_engine, list[str]()
-        try:
-            for request, sampling in requests:
-                ids.append(self._enqueue(request, sampling, n))
-            index_of = {id_.partition("-")[0]: i for i, id_ in enumerate(ids)}  # vLLM appends "-" and something random
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.finished:
-                        yield index_of[output.request_id], output
-        finally:
-            if engine.has_unfinished_requests():
-                engine.abort_request(ids, internal=True)
-
-    def _enqueue(self, request: Sample, sampling: Sampling, n: int) -> str:
-        """Give vLLM a request; its id there. What the trainer has prepared is not prepared again."""
+    def _engine_input(self, request: Sample, sampling: Sampling, n: int) -> EngineInput:
+        """A request as vLLM takes it. What the trainer has prepared is not prepared again."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -303,14 +280,49 @@ class VllmRollout:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         if self.takes_prepared and has_prepared(request):
-            id_ = str(next(self.llm.request_counter))
-            prompt = prepared_prompt(request, self.processor, self.llm.model_config)
-            return self.llm.llm_engine.add_request(id_, prompt, params, lora_request=self.lora_request)
+            return prepared_prompt(request, self.processor, self.llm.model_config), params
         prompt = {
             **vllm_prompt(request, self.processor),
             **vllm_video_options(request, self.processor),
             **vision_chunk_prompt(request, self.processor, self.config),
         }
+        return prompt, params
+
+    def _gather_inputs(self, inputs: list[EngineInput]) -> tuple[list[EngineInput], int]:
+        """Inputs of all ranks that share this engine, and the index of this rank's first one.
+
+        Each rank has inputs of its own, because they train on different rows.
+        """
+        if self.group is None:
+            return inputs, 0
+        for prompt, _ in inputs:
+            if is_prepared(prompt):
+                copy_parts(prompt)
+        per_rank: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(per_rank, inputs, group=self.group)
+        rank = dist.get_group_rank(self.group, dist.get_rank())
+        return [one for part in per_rank for one in part], sum(len(part) for part in per_rank[:rank])
+
+    def _run_engine(self, inputs: Sequence[EngineInput]) -> Generator[tuple[int, Any]]:
+        """(index of an input, vLLM's output), as each request is finished."""
+        engine, ids = self.llm.llm_engine, list[str]()
+        try:
+            for prompt, params in inputs:
+                ids.append(self._enqueue(prompt, params))
+            index_of = {id_.partition("-")[0]: i for i, id_ in enumerate(ids)}  # vLLM appends "-" and something random
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        yield index_of[output.request_id], output
+        finally:
+            if engine.has_unfinished_requests():
+                engine.abort_request(ids, internal=True)
+
+    def _enqueue(self, prompt: Any, params: Any) -> str:
+        """Give vLLM a request; its id there."""
+        if is_prepared(prompt):
+            id_ = str(next(self.llm.request_counter))
+            return self.llm.llm_engine.add_request(id_, prompt, params, lora_request=self.lora_request)
         (id_,) = self.llm.enqueue(prompt, params, use_tqdm=False, lora_request=self.lora_request)
         return id_
 

@@ -96,6 +96,20 @@ def prepared_prompt(request: Sample, processor: Any, model_config: Any) -> Any:
     )
 
 
+def is_prepared(prompt: Any) -> bool:
+    """Whether a prompt of vLLM is one of `prepared_prompt`."""
+    return prompt.get("type") == "multimodal"
+
+
+def copy_parts(prompt: Any) -> None:
+    """Give each image and video of a prompt tensors of its own; of parts of a tensor, pickle takes the whole tensor."""
+    for items in prompt["mm_kwargs"].values():
+        for item in items:
+            for element in item.values():
+                if isinstance(element.data, torch.Tensor):
+                    element.data = element.data.clone()
+
+
 def _tiles(request: Sample, processor: Any) -> dict[str, torch.Tensor]:
     """The vision tensors of a sample of SmolVLM with a row for each tile, and the number of tiles of each image."""
     image = placeholder_id(processor, "image")

@@ -137,9 +137,8 @@ def check_videos(requests: Sequence[Sample], processor: Any, *, prepared: bool =
         _check_video_normalization(requests, processor)
         if name in FRAMES_AS_IMAGES and (count := sum(len(request.videos) for request in requests)):
             raise ValueError(
-                f"videos: expected none of a {name} for servers of vLLM and ranks that share an engine, as vLLM takes "
-                f"no videos of it, and frames only where the trainer has prepared them, got {count}; use rollout 'hf', "
-                "or 'vllm' without tensor_parallel_size"
+                f"videos: expected none of a {name} for servers of vLLM, as vLLM takes no videos of it, and frames "
+                f"only where the trainer has prepared them, got {count}; use rollout 'hf' or 'vllm'"
             )
     if name == VIDEO_LLAMA:
         _check_no_videos(requests)

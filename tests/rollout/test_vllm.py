@@ -62,7 +62,7 @@ MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text
 BFLOAT16_TOLERANCE = 0.08
 OTHER_CPU = "deepseek_v3/other_cpu"
 # cases whose images and videos the trainer prepares for vLLM
-PREPARED = ["qwen2_5_vl", "qwen3_vl", "two_ranks/qwen2_5_vl"]
+PREPARED = ["qwen2_5_vl", "qwen3_vl", *SPLITS]
 PREPARED += [f"family/{name}" for name in ("glm4v", "glm4v_moe", "llava", "qwen2_vl", "qwen3_vl_moe", "smolvlm")]
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
@@ -188,10 +188,13 @@ def test_what_the_trainer_has_prepared_is_not_prepared_again_in_bfloat16(alone):
     assert_same_as_prepared_by_vllm(facts_of(alone, "qwen3_5"))
 
 
-def test_vllm_prepares_images_for_ranks_that_share_an_engine_and_for_other_families(by_rank):
-    shared, other = by_rank[1][SPLITS[1]], by_rank[0]["family/internvl"]
-    assert "prepared" not in shared and "prepared" not in other
-    assert max(shared["synced"], other["synced"]) < TOLERANCE
+def test_no_rank_that_shares_an_engine_prepares_images_of_another(by_rank):
+    assert_same_as_prepared_by_vllm(by_rank[1][SPLITS[1]])
+
+
+def test_vllm_prepares_images_of_other_families(alone):
+    other = alone["family/internvl"]
+    assert "prepared" not in other and other["synced"] < TOLERANCE
 
 
 def test_a_request_that_fails_leaves_none_in_the_engine(alone):
@@ -564,6 +567,20 @@ def test_servers_read_the_files_that_the_trainer_reads(tmp_path):
 def test_options_by_which_vllm_computes_as_the_trainer(family, expected):
     config = AutoConfig.for_model(family)
     assert family_options("some/model", config) == {**family_options("some/model", LlamaConfig()), **expected}
+
+
+def test_a_window_that_transformers_ignores_is_taken_from_vllm():
+    """`family/llama` compares log-probabilities with such a window."""
+    text = {"model_type": "llama", "sliding_window": 7}
+    llava, apertus = AutoConfig.for_model("llava", text_config=text), AutoConfig.for_model("apertus", sliding_window=7)
+    for config, expected in (
+        (LlamaConfig(sliding_window=7), {"sliding_window": None}),
+        (llava, {"text_config": {"sliding_window": None}}),
+        (apertus, {"architectures": ["ExactApertusForCausalLM"], "sliding_window": None}),
+    ):
+        assert family_options("some/model", config)["hf_overrides"] == expected
+    for family in ("mistral", "gemma4", "inkling_text"):
+        assert "hf_overrides" not in family_options("some/model", AutoConfig.for_model(family))
 
 
 def test_windows_that_vllm_leaves_out_are_refused_for_longer_sequences(tmp_path):
