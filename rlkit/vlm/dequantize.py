@@ -2,7 +2,7 @@
 
     python -m rlkit.vlm.dequantize MODEL NEW_DIRECTORY
 
-It reads FP8 with any scales (DeepSeek, Qwen, GLM, Mistral, compressed-tensors, modelopt, fbgemm), integers of
+It reads FP8 with any scales (DeepSeek, Qwen, GLM, Mistral, compressed-tensors, modelopt, fbgemm, MXFP8), integers of
 compressed-tensors (Kimi), and MXFP4 (gpt-oss). A weight is computed in float32 and rounded once. One file is held in
 memory at a time.
 """
@@ -138,7 +138,8 @@ def scaled(quantized: Tensor, scale: Tensor, block: tuple[int, int] | None = Non
 
     Args:
         quantized: [..., rows, columns]
-        scale: one number for all, one for each matrix, or [..., blocks of rows, blocks of columns].
+        scale: one number for all, one for each matrix, or [..., blocks of rows, blocks of columns]. A byte is the
+            exponent of a power of two, plus 127 (MXFP8).
         block: rows and columns of a block. Where it does not fit, all blocks have the same size; with it, the last
             ones may be smaller.
 
@@ -146,6 +147,8 @@ def scaled(quantized: Tensor, scale: Tensor, block: tuple[int, int] | None = Non
         ValueError: a scale of another shape.
     """
     weight, factors = quantized.float(), scale.float()
+    if scale.dtype == torch.uint8:
+        factors = torch.exp2(factors - 127)
     if factors.numel() == 1:
         return (weight * factors.reshape(())).bfloat16()
     if factors.ndim == 1:  # one for each matrix, or for each row

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from rlkit.data.lookup import requires_extra
+from rlkit.vlm.gguf_rope import restore_rope_scaling
 
 SMOLLM2 = "smollm2"
+FORM = 2  # of converted models: another number when `convert_gguf` writes another model for the same file
 
 
 def cache_directory() -> Path:
@@ -57,7 +59,8 @@ def gguf_path(file: str) -> str:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"model: expected a GGUF file that exists, got {file!r}")
-    version = hashlib.sha256(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
+    state = f"{FORM} {path} {path.stat().st_size} {path.stat().st_mtime_ns}"
+    version = hashlib.sha256(state.encode()).hexdigest()[:12]
     directory = cache_directory() / f"{path.stem}-{version}"
     _convert_once(path, directory)
     return str(directory)
@@ -71,7 +74,8 @@ def convert_gguf(file: Path, directory: Path) -> None:
         directory: must not exist. It is created in one step, when the conversion is complete.
 
     Raises:
-        ValueError: a file of another kind, a damaged one, or one that lacks weights.
+        ValueError: a file of another kind, a damaged one, one that lacks weights, or one with RoPE scaling of a kind
+            that is not restored, see `rlkit.vlm.gguf_rope`.
         ImportError: the package gguf is not installed.
     """
     with requires_extra("pretrained"):
@@ -93,10 +97,11 @@ def convert_gguf(file: Path, directory: Path) -> None:
             f"model {str(file)!r}: expected a quantization that is read, such as Q8_0, Q6_K or Q4_K_M, or the model's "
             f"safetensors, got: {error}"
         ) from error
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, TypeError, ValueError, KeyError, IndexError) as error:
         raise ValueError(f"model {str(file)!r}: expected a GGUF file that transformers reads, got: {error}") from error
     if missing := ", ".join(sorted(info["missing_keys"])):
         raise ValueError(f"model {str(file)!r}: expected a GGUF file with every weight, got one without {missing}")
+    restore_rope_scaling(config, file)
     # transformers cannot save a model that was read from GGUF, so its weights are copied into a new model
     model = type(read).from_pretrained(None, config=config, state_dict=read.state_dict(), dtype=torch.bfloat16)
     model.generation_config = read.generation_config

@@ -1,6 +1,8 @@
 """Models in GGUF files: SmolLM2 out of its package, files of other kinds, and the directory that they become."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedConfig
+from transformers import Gemma3TextConfig, Gemma4TextConfig, LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlkit.rollout.serve import command
 from rlkit.vlm import load_model, load_processor, model_path
+from rlkit.vlm.gguf_rope import restore_rope_scaling
 from rlkit.vlm.pretrained import convert_gguf, gguf_path, smollm2_path
 
 TENSORS = {
@@ -31,9 +35,14 @@ def _own_cache(tmp_path, monkeypatch):
     model_path.cache_clear()
 
 
-def write_gguf(path, architecture="llama", quantized=gguf.GGMLQuantizationType.Q4_1):
-    """A llama of one layer with random weights, its matrices quantized; the weights that a reader should find."""
+def write_gguf(path, architecture="llama", quantized=gguf.GGMLQuantizationType.Q4_1, add=lambda writer: None):
+    """A llama of one layer with random weights, its matrices quantized; the weights that a reader should find.
+
+    Args:
+        add: writer -> None, which adds to the file.
+    """
     writer = gguf.GGUFWriter(path, architecture)
+    add(writer)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
     writer.add_block_count(1)
@@ -144,6 +153,106 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "file"))
     with pytest.raises(ValueError, match=f"^RLKIT_CACHE: expected a directory .*, got: .*{tmp_path}/file"):
         load_model(str(tmp_path / "llama.gguf"))
+
+
+def llama3_divisors(base, size, factor, length, low=1.0, high=4.0):
+    """What llama.cpp writes as `rope_freqs.weight`, frequency by frequency."""
+    divisors = []
+    for i in range(0, size, 2):
+        periods = length / (2 * math.pi * base ** (i / size))
+        smooth = (periods - low) / (high - low)
+        divisors.append(1 if periods > high else factor if periods < low else 1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, "float32")
+
+
+def add_divisors(*divisors):
+    return lambda writer: writer.add_tensor("rope_freqs.weight", np.array(divisors, "float32"))
+
+
+def add_numbers(kind=None, **numbers):
+    """`rope.scaling.*` of a file, by the names of the writer's methods."""
+
+    def add(writer):
+        if kind:
+            writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        for name, value in numbers.items():
+            getattr(writer, f"add_rope_scaling_{name}")(value)
+
+    return add
+
+
+SCALED = {
+    "llama3": (
+        add_divisors(*llama3_divisors(1e4, 8, 8.0, 128)),
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128},
+    ),
+    "yarn": (
+        add_numbers("yarn", factor=4.0, orig_ctx_len=32, yarn_beta_fast=8.0, yarn_beta_slow=2.0),
+        {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 2.0},
+    ),
+    "linear": (add_numbers(factor=2.0), {"factor": 2.0}),  # llama.cpp's default kind
+    "default": (add_numbers("none", factor=2.0), {}),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_rope_scaling_is_that_of_the_file(tmp_path, kind):
+    add, numbers = SCALED[kind]
+    write_gguf(tmp_path / "llama.gguf", add=add)
+    model = load_model(str(tmp_path / "llama.gguf"))
+    rope = {"rope_type": kind, "rope_theta": 1e4, **numbers}
+    assert model.config.rope_parameters == rope
+    config = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    expected = LlamaRotaryEmbedding(LlamaConfig(**config, rope_parameters=rope))
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, expected.inv_freq, rtol=0, atol=0)
+    assert model.model.rotary_emb.attention_scaling == expected.attention_scaling
+
+
+def test_rope_scaling_of_published_sizes(tmp_path):
+    """Llama 3.1 and 3.2; Gemma 3, of which layers with full attention are scaled; Gemma 4, whose default it is."""
+    for factor, size in ((8.0, 128), (32.0, 64)):
+        config = LlamaConfig(head_dim=size, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+        restore(tmp_path, config, add_divisors(*llama3_divisors(5e5, size, factor, 8192)))
+        numbers = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        llama3 = {"rope_type": "llama3", "rope_theta": 5e5, **numbers, "original_max_position_embeddings": 8192}
+        assert config.rope_parameters == llama3
+    config = Gemma3TextConfig()
+    restore(tmp_path, config, add_numbers("linear", factor=8.0))
+    assert config.rope_parameters == {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config, unchanged = Gemma4TextConfig(), Gemma4TextConfig().rope_parameters
+    restore(tmp_path, config, add_divisors(*[1.0] * 64, *[1e30] * 192))
+    assert config.rope_parameters == unchanged
+
+
+def restore(tmp_path, config, add):
+    writer = gguf.GGUFWriter(tmp_path / "rope.gguf", "some")
+    add(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    restore_rope_scaling(config, tmp_path / "rope.gguf")
+
+
+UNKNOWN_SCALING = {
+    "rope_freqs.weight": add_divisors(1, 2, 3, 8),
+    "rope_factors_long.weight": lambda writer: writer.add_tensor("rope_factors_long.weight", np.ones(4, "float32")),
+    "scaling.type=longrope": add_numbers("longrope", factor=2.0),
+    "scaling.yarn_log_multiplier=0.1": add_numbers("yarn", factor=2.0, orig_ctx_len=32, yarn_log_mul=0.1),
+    "scaling.type=yarn": add_numbers("yarn", factor=2.0),
+}
+
+
+@pytest.mark.parametrize("got", UNKNOWN_SCALING)
+def test_other_rope_scaling_is_refused(tmp_path, got):
+    write_gguf(tmp_path / "llama.gguf", add=UNKNOWN_SCALING[got])
+    expected = f"llama3, linear or YaRN, got .*{re.escape(got)}.*; pass the model's safetensors$"
+    with pytest.raises(ValueError, match=rf"^model '.*llama.gguf': expected RoPE .* {expected}"):
+        load_model(str(tmp_path / "llama.gguf"))
+    assert not list((tmp_path / "cache").glob("*/config.json"))
 
 
 def test_servers_are_given_the_directory(tmp_path):

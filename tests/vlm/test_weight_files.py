@@ -71,6 +71,12 @@ def per_row(tensors):
     return {**tensors, UP: integers((48, 32), -9, 9).to(FP8), f"{UP}_scale": scale, cache: torch.tensor(2.0)}
 
 
+def exponents(tensors):
+    """MXFP8: for 32 columns of a row a power of two, whose exponent plus 127 is in a byte."""
+    scale = (119 + torch.arange(48) % 9).to(torch.uint8)[:, None]
+    return {**tensors, UP: integers((48, 32), -9, 9).to(FP8), f"{UP}_scale": scale}
+
+
 def packed(tensors):
     """Kimi's: eight integers of four bits in one of 32, a scale for 16 of a row."""
     del tensors[UP]
@@ -106,6 +112,11 @@ FORMS = {
         expected(-9, 9, lambda r, c: (r + 1) / 32),
     ),
     "no configuration": (per_row, {}, expected(-9, 9, lambda r, c: (r + 1) / 32)),
+    "mxfp8": (
+        exponents,
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}},
+        expected(-9, 9, lambda r, c: 2.0 ** (r % 9 - 8)),
+    ),
     "four bits": (
         packed,
         {"quantization_config": {**COMPRESSED, "format": "pack-quantized"}},
