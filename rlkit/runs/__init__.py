@@ -52,7 +52,7 @@ from rlkit.runs.options import (
     TrainingOptions,
     check_range,
 )
-from rlkit.runs.prefetch import prefetch
+from rlkit.runs.prefetching import prefetch
 from rlkit.runs.sampling import PolicySampler, context_length
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
