@@ -127,8 +127,13 @@ def check_can_be_planned(cfg: Any) -> None:
     """Raise a ValueError that names an option with which a step can neither be rehearsed nor estimated."""
     if cfg.engine not in ("fsdp2", "megatron"):
         raise ValueError(f"engine: expected fsdp2 or megatron in a plan, got {cfg.engine}")
+    if not cfg.use_remove_padding and cfg.engine == "megatron":
+        raise ValueError("use_remove_padding: expected True in the megatron engine, got False; use --engine fsdp2")
     if not cfg.use_remove_padding:
-        raise ValueError("use_remove_padding: expected True, since packed rows can be rehearsed, got False")
+        raise ValueError(
+            "use_remove_padding: expected True in a plan, got False: masks of padded rows are not counted; use "
+            "--weights_only"
+        )
 
 
 def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:

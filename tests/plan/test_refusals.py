@@ -43,6 +43,10 @@ def model(tmp_path):
             "ulysses_sequence_parallel_size: expected 1 in the megatron engine, got 2; use --parallel context 2",
         ),
         (
+            ["megatron", "--no_use_remove_padding"],
+            "use_remove_padding: expected True in the megatron engine, got False; use --engine fsdp2",
+        ),
+        (
             ["megatron", "--parallel", "fsdp_size", "2", "--nproc", "2"],
             "parallel: expected no fsdp_size in the megatron engine, got fsdp_size; use --engine fsdp2",
         ),
@@ -54,6 +58,13 @@ def model(tmp_path):
 )
 def test_options_of_another_engine_are_named(model, options, sentence):
     assert refusal(model, "--engine", *options).startswith(f"plan: {sentence}")
+
+
+def test_padded_rows_are_not_planned_but_their_weights_are(model, capsys):
+    sentence = "plan: use_remove_padding: expected True in a plan, got False: masks of padded rows are not counted"
+    assert refusal(model, "--no_use_remove_padding") == f"{sentence}; use --weights_only"
+    assert refusal(model, "--no_use_remove_padding", "--weights_only") == "0"  # the exit status
+    assert "weights, gradients and optimizer state alone take 0.0 GiB" in capsys.readouterr().out
 
 
 def test_quantized_files_cannot_be_trained(tmp_path):
