@@ -654,8 +654,8 @@ class Fsdp2Engine(OffloadingEngine):
 
         FSDP would change nothing there, and takes a tenth of a short step. In other dtypes it is needed, as it also
         casts the inputs of each layer (`apply_fsdp2`): otherwise a reference with weights in bfloat16 would have other
-        results than a policy in float32, in families that compute in float32 between layers, such as ERNIE 4.5, OLMo,
-        Falcon-H1 and Qwen-Omni. Llama 4 would refuse float32 pixels.
+        results than a policy in float32, in families that compute in float32 between layers, such as Qwen2.5-VL,
+        ERNIE 4.5 and OLMo. Llama 4 would refuse float32 pixels.
         """
         if mesh.size() == 1 and {dtype, *(p.dtype for p in model.parameters())} == {torch.float32}:
             return model
