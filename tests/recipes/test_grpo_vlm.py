@@ -88,21 +88,29 @@ def test_leaves_what_it_promises(short_run):
 
 
 @pytest.fixture(scope="module")
-def killed_runs(warm_dir, tmp_path_factory):
-    """Runs that are killed after one and after four steps, forked from one process."""
+def forked_runs(warm_dir, tmp_path_factory):
+    """Runs that are killed after one and after four steps, one with other back ends, and one that cannot start; forked
+    from one process."""
     out = tmp_path_factory.mktemp("forked")
     arguments = ["--model", warm_dir, "--steps", 6, "--save_every", 2, *SMALL, "--out"]
-    commands = [["-c", KILLED, steps, *arguments, out / str(steps)] for steps in (1, 4)]
-    return out, arguments, run_commands(commands, out / "printed", at_once=True, env=helpers.environment())
+    words = ["--steps", 2, *SMALL, "--rollout", "vllm", "--engine", "megatron"]
+    recipe = helpers.RECIPES / "grpo_vlm.py"
+    commands = {str(steps): ["-c", KILLED, steps, *arguments, out / str(steps)] for steps in (1, 4)}
+    commands["vllm"] = [recipe, "--model", warm_dir, "--out", out / "vllm", *words]
+    commands["typed"] = [recipe, "--task", "digit", "--out", out / "typed"]
+    ended = run_commands(
+        list(commands.values()), out / "printed", at_once=True, timeout=1800, env=helpers.environment()
+    )
+    return out, arguments, dict(zip(commands, ended, strict=True))
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_resume_is_exact(short_run, killed_runs, steps):
+def test_resume_is_exact(short_run, forked_runs, steps):
     """Killed before its first checkpoint, or between two: the numbers from there on are those of the whole run."""
     whole, _ = short_run
-    out, arguments, ended = killed_runs
+    out, arguments, ended = forked_runs
     killed = out / str(steps)
-    assert ended[0].returncode == ended[1].returncode == -signal.SIGKILL and len(rows(killed)) == steps
+    assert ended[str(steps)].returncode == -signal.SIGKILL and len(rows(killed)) == steps
     run_here("grpo_vlm", *arguments, killed, "--resume")
     assert numbers(killed) == numbers(whole)
     assert evaluation(killed) == evaluation(whole)
@@ -226,16 +234,15 @@ def test_unscored_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, capl
         run_here("grpo_vlm", *options, "--out", tmp_path / "none", "--task", "test_grpo_vlm:none_judged")
 
 
-def test_vllm_and_megatron_by_a_word_each(short_run, warm_dir, tmp_path):
+def test_vllm_and_megatron_by_a_word_each(short_run, forked_runs):
     """The same prompts and the same greedy answers; the trainer finds the sampler's logprobs right at every step."""
-    out, words = tmp_path / "vllm", ["--rollout", "vllm", "--engine", "megatron"]
-    done = helpers.run("grpo_vlm", "--model", warm_dir, "--out", out, "--steps", 2, *SMALL, *words)
-    assert "Traceback" not in done.stderr
+    out, done = forked_runs[0] / "vllm", forked_runs[2]["vllm"]
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-6000:]
     assert len(rows(out)) == 2 and all(row["mismatch/abs_dlogp"] < 1e-5 for row in rows(out))
     assert evaluation(out)["accuracy_before"] == evaluation(short_run[0])["accuracy_before"]
 
 
-def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
+def test_bad_input_is_one_clear_message(warm_dir, short_run, forked_runs, tmp_path):
     (tmp_path / "no_image.jsonl").write_text('{"question": "q", "answer": "a", "img": "x.png"}\n' * 20)
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -253,8 +260,8 @@ def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
         with pytest.raises(SystemExit, match=message):
             run_here("grpo_vlm", *arguments)
     assert before == sorted((p, p.stat().st_mtime_ns) for p in short_run[0].rglob("*"))
-    typed = helpers.run("grpo_vlm", "--task", "digit", "--out", tmp_path / "a", fails=True)
-    assert "task: expected a built-in (" in typed.stderr.strip().splitlines()[-1]
+    typed = forked_runs[2]["typed"]
+    assert typed.returncode == 1 and "task: expected a built-in (" in typed.stderr.strip().splitlines()[-1]
     assert "Traceback" not in typed.stderr
 
 
