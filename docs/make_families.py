@@ -340,8 +340,8 @@ Notes:
   for this family and fails with its videos: "VideoLlama3Processor returned 8 row(s) of `video_compression_mask` for 1
   video(s) with 32 patch(es), so the rows cannot be attributed to a video." Rollout `vllm` and servers take its images,
   and refuse its videos.
-- **llava_next_video with vLLM.** vLLM 0.32 takes its videos, and refuses its images: "At most 0 image(s) may be
-  provided in one prompt".
+- **llava_next_video with vLLM.** vLLM 0.32 has its videos only, which were not tested. It refuses images: "At most 0
+  image(s) may be provided in one prompt".
 - **muse_glimmer with vLLM.** vLLM 0.32 has a processor of its own, which expects `<|image|>` for an image, where that
   of transformers 5.19 expects `<|patch|>`. It stops at a prompt with an image: "0 image sentinel(s) in text but 1
   image(s) given".
