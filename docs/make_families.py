@@ -172,6 +172,7 @@ def page() -> str:
     by_transformers = fill(BY_TRANSFORMERS.format(of_transformers), subsequent_indent="  ", **WRAPPED)
     parts = {name: ", ".join(f"`{part}`" for part in layer) for name, layer in sorted(configs.MADE_OF_FULL.items())}
     made_of_full = nested({names: layer for layer, names in by_value(parts).items()})
+    refused_vision = nested(load("vlm/test_every_family.py").REFUSED_VISION_FAMILIES)
     not_split = nested({"recurrent layers": ", ".join(sorted(recurrent)), "indexers": ", ".join(sorted(indexed))})
     more = f"""
 Not supported; each is refused with an error that says why:
@@ -185,9 +186,9 @@ Not supported; each is refused with an error that says why:
 - videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
   with audio input: use fsdp2;
-- videos of families that are not in this table, by the name of their processor: perception_lm, llava_next_video,
-  video_llava, instructblipvideo, minimax_m3_vl, muse_glimmer. Their images were not tested. Use a family with `yes` in
-  that column;
+- images and videos of these families:
+{refused_vision}
+- videos of minimax_m3_vl, by the name of its processor. Its images were not tested, and its rows cannot be packed;
 - rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
 - vLLM: diffllama, with vLLM's own words: "{with_vllm}";
 - vLLM on a CPU:
@@ -329,16 +330,21 @@ Notes:
   instead, which they are to the vision tower; the prompt keeps the placeholders of videos. In a micro-batch with
   images, frames are padded to as many patches as an image may have. A frame has at most 70 tokens, as in vLLM, which
   knows no other number.
-- **Tiles of LLaVA-NeXT and LLaVA-OneVision.** An image is encoded whole and in tiles, of which each size has another
-  number; in a micro-batch they are padded to the most. LLaVA-OneVision encodes each image of a prompt in tiles, as vLLM
-  does; `apply_chat_template` of transformers encodes only single images so.
-- **Videos of LLaVA-OneVision.** The forward of transformers 5.19 takes videos of one number of frames. In the engine a
-  hook encodes the frames of all videos together (`encode_onevision_videos`), so that rows of a micro-batch may have
-  videos of several lengths.
+- **Tiles of LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision.** An image is encoded whole and in tiles, of which each
+  size has another number; in a micro-batch they are padded to the most. LLaVA-OneVision encodes each image of a prompt
+  in tiles, as vLLM does; `apply_chat_template` of transformers encodes only single images so.
+- **Videos of LLaVA-OneVision and LLaVA-NeXT-Video.** The forward of transformers 5.19 takes videos of one number of
+  frames. In the engine a hook encodes the frames of all videos together (`encode_llava_videos`), so that rows of a
+  micro-batch may have videos of several lengths.
 - **Videos of VideoLLaMA 3.** Patches that equal those of the frame before have no tokens. vLLM runs transformers' code
   for this family and fails with its videos: "VideoLlama3Processor returned 8 row(s) of `video_compression_mask` for 1
   video(s) with 32 patch(es), so the rows cannot be attributed to a video." Rollout `vllm` and servers take its images,
   and refuse its videos.
+- **llava_next_video with vLLM.** vLLM 0.32 has its videos only, which were not tested. It refuses images: "At most 0
+  image(s) may be provided in one prompt".
+- **muse_glimmer with vLLM.** vLLM 0.32 has a processor of its own, which expects `<|image|>` for an image, where that
+  of transformers 5.19 expects `<|patch|>`. It stops at a prompt with an image: "0 image sentinel(s) in text but 1
+  image(s) given".
 - **exaone4_5 with vLLM.** vLLM 0.32 takes it for a model whose vision tower normalizes pixels, and its processor leaves
   that out; logprobs of the tiny model then differ by 0.7. rlkit sets vLLM's `mm_device_do_normalize` to False, also
   in servers that `rlkit.rollout.serve` started; others need it set by hand.
@@ -366,12 +372,25 @@ Notes:
   by 2. rlkit sets that name by `hf_overrides`.
 - **minimax_m3_vl_text** (the text model of MiniMax-M3) attends to blocks that an indexer chooses. Packed rows are
   refused: "its layers of minimax_m3_sparse are not supported by packed attention".
+- **deepseek_v4** attends to blocks of tokens, each of which becomes one key. Packed rows are refused. transformers 5.19
+  counts the blocks of padded rows from their first column, padding included: logprobs of the tiny model differ by 0.5
+  in rows padded on the left. `--rollout hf` refuses such rows. vLLM needs a GPU, which was not tested.
+- **zaya, inkling_text, hy_v4.** Their layers have convolutions of keys and values, or an indexer with sinks, that
+  packed rows do not support. With `--no_use_remove_padding` logprobs and gradients are those of single sequences.
+- **jetmoe with vLLM.** JetMoE repeats its keys for each expert before it calls attention. vLLM 0.32 runs transformers'
+  code for it, and takes the repetitions for keys of further tokens. rlkit refuses the family on a CPU; on a GPU
+  `WeightSyncCheck` would stop such a run.
+- **dbrx with vLLM.** vLLM 0.32 cannot load it: "KeyError: 'blocks.0.ffn.experts.w13_weight'", a name that its own layer
+  of experts no longer has.
+- **nemotron** (Nemotron-4, Minitron). The layers of transformers 5.19 pass no further arguments to their attention, so
+  that it cannot know where sequences begin. Packed rows are refused.
 - **hrm_text** with `prefix_lm`, the default, is refused: tokens of a prompt attend to later ones.
 - **deepseek_v2, afmoe and hy_v3 with vLLM** need fields of their published configurations that transformers' classes
   lack, such as `topk_group`, `score_func` and `expert_hidden_dim`.
-- **Videos of InternVL, MiniCPM-V 4.6 and LLaVA-OneVision.** All videos of a row must have the same number of frames, as
-  transformers' processors stack them. None writes the times of frames. In the prompt that vLLM reports, frames of
-  InternVL consist of the placeholder of videos instead of that of images; rlkit takes both for the same.
+- **Videos of InternVL, MiniCPM-V 4.6, LLaVA-NeXT-Video and LLaVA-OneVision.** All videos of a row must have the same
+  number of frames, as transformers' processors stack them. None writes the times of frames. In the prompt that vLLM
+  reports, frames of InternVL consist of the placeholder of videos instead of that of images; rlkit takes both for the
+  same.
 - **Videos of Kimi K2.5.** Four frames are a chunk, of which the vision tower makes the features of one frame.
   transformers 5.19 fails for chunks of different numbers of frames ("Sizes of tensors must match"), and for others it
   splits the features by the number before: "split_with_sizes expects split_sizes to sum exactly to 9 [...], but got

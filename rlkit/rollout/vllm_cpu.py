@@ -31,6 +31,8 @@ OBSTACLES = {
     ),
     "mimo_v2_flash": "its values are smaller than its keys, for which vLLM needs Triton, so a GPU",
     "axk1": "vLLM expects a norm in its layers without experts, which files of transformers do not have",
+    "jetmoe": "vLLM has no model of it, and takes the keys that transformers' code repeats for those of further tokens",
+    "dbrx": "vLLM looks for its experts by names that its own layers do not have",
     "axk2": "vLLM has no model of it, and does not run its sparse attention by transformers' code",
     "youtu": "vLLM has no model of it, and does not run its latent attention by transformers' code on a CPU",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",

@@ -164,9 +164,9 @@ def square_experts(config: Any) -> str | None:
 def packing_obstacle(model: Any) -> str | None:
     """Why this model would compute wrong results on packed sequences; None if it would not."""
     decoder, kinds = model.get_decoder(), set(layer_types(model.config))
-    is_compressed = model.config.get_text_config().model_type in COMPRESSED_FAMILIES
-    stateful = has_recurrent_state(model) and not is_compressed  # its cache holds states of compressed tokens
-    if (stateful or kinds & RECURRENT_LAYERS) and not recurrent_layers(model):
+    is_compressed = model.config.get_text_config().model_type in COMPRESSED_FAMILIES  # whose cache alone has a state
+    is_recurrent = has_recurrent_state(model) and not is_compressed
+    if (is_recurrent or kinds & RECURRENT_LAYERS) and not recurrent_layers(model):
         return "the state of its linear-attention, state-space or convolution layers leaks into the next sequence"
     indexed = {"indexed_attention"} if indexed_attention_layers(model) else set()
     if unknown := sorted(kinds - PACKABLE_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS - indexed):

@@ -13,6 +13,7 @@ from test_vllm import (
     MORE_BFLOAT16,
     MORE_FAMILIES,
     OF_TRANSFORMERS,
+    TOLERANCE,
     assert_close_in_bfloat16,
     assert_same_as_prepared_by_vllm,
     assert_sampled_as_scored,
@@ -26,7 +27,7 @@ NAMED = ["cohere_compass", "ernie4_5_vl_moe", "glm5_next", "glm_moe_dsa", "kimi_
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     names = [f"family/{name}" for name in [*MORE_FAMILIES, *MORE_BFLOAT16]]
-    names += [*(f"names/{name}" for name in NAMED), "chunks/kimi_k25"]
+    names += [*(f"names/{name}" for name in NAMED), "chunks/kimi_k25", "audios/qwen2_5_omni_thinker"]
     return run(tmp_path_factory.mktemp("alone"), names)[0]
 
 
@@ -53,6 +54,13 @@ def test_a_family_samples_what_its_trainer_scores_in_bfloat16(alone, family):
 
 def test_what_the_trainer_has_prepared_is_not_prepared_again_and_changes_no_answer(alone):
     assert_same_as_prepared_by_vllm(facts_of(alone, "qwen3_5_moe"))
+
+
+def test_a_recipe_trains_on_answers_to_audios(alone):
+    """grpo_vlm.py; the second step samples by the weights that the first one sent."""
+    steps = alone["audios/qwen2_5_omni_thinker"]["steps"]
+    assert len(steps) == 2 and all(step["grad_norm"] > 0 and not step["skipped_rows"] for step in steps)
+    assert max(step["mismatch/abs_dlogp"] for step in steps) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", [*MORE_FAMILIES, *MORE_BFLOAT16])

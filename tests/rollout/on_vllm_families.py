@@ -1,6 +1,7 @@
 """Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
-`family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
+`family/llama`; `audios/qwen2_5_omni_thinker`, a recipe on audios;
+`family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
 none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights;
 `chunks/kimi_k25`: what vLLM's processor makes of images and videos; `long_rope/160`: LongRoPE in a run with sequences
 of up to 160 tokens, `long_rope/0` in one that does not say.
@@ -28,11 +29,13 @@ from transformers import (
 from vllm_models import register
 from vllm_prepared_inputs import beside_media
 
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("vlm", "engines")]
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("vlm", "engines", "recipes")]
 import family_processors  # noqa: E402
+import helpers  # noqa: E402
 import test_every_family  # noqa: E402
 import vllm_names  # noqa: E402
 from family_configs import BASE, TEXT  # noqa: E402
+from media_rows import wav  # noqa: E402
 from test_families import seeded  # noqa: E402
 
 from rlkit.data import collate  # noqa: E402
@@ -101,15 +104,25 @@ MORE["mistral4"] = {
 MORE |= {
     "afmoe": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1, "route_norm": True},
     "cwm": {"bos_token_id": 1},
+    "dbrx": {
+        "d_model": 64, "n_heads": 2, "attn_config": {"kv_n_heads": 1, "clip_qkv": 0.5, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {**LATENT, "topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1},
     "gpt_neox": {"num_key_value_heads": 2},  # it has as many as heads, whatever its configuration says; so has OPT
     "granitemoe_swa": {"shared_intermediate_size": 96},
     "granitemoeshared": {"shared_intermediate_size": 96},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 96, "route_norm": True, "qk_norm": True},
+    "jetmoe": {"kv_channels": 32},
+    "longcat_flash": {
+        **LATENT, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 96, "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True, "zero_expert_type": "identity",
+    },
     "minicpm3": {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "num_key_value_heads": 2, "head_dim": 16},
     **dict.fromkeys(("nanochat", "vaultgemma"), {"final_logit_softcapping": 15.0}),
     "opt": {"word_embed_proj_dim": 64, "num_key_value_heads": 2},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), DELTA),
+    "zamba2": {"head_dim": 64, "num_key_value_heads": 2},  # of 2 * hidden_size
 }  # fmt: skip
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
@@ -155,6 +168,10 @@ def seeing(family, reader):
             len(reader.tokenizer) + 20,
         )
         text["vocab_size"], text["vocab_size_per_layer_input"] = len(reader.tokenizer) + 24, len(reader.tokenizer)
+    if family == "llava_next_video":
+        vision["patch_size"] = reader.patch_size
+    if family == "muse_glimmer":  # published configs have these names
+        vision |= {"output_dim": config["out_hidden_size"], "adapter_dim": config["projector_hidden_size"]}
     if family == "mistral4":
         config["tie_word_embeddings"] = False
     if "omni" in family:  # the rest is what published configs say
@@ -176,7 +193,7 @@ def of_text(family, reader):
 def as_published(family, file):
     """In the names and shapes of the families' own checkpoints; transformers reads them and writes others."""
     tensors = load_file(file)
-    if family in ("llava", "llava_next", "llava_onevision", "gemma3", "lfm2_vl"):
+    if family in ("llava", "llava_next", "llava_next_video", "llava_onevision", "gemma3", "lfm2_vl"):
         tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
     if family == "qwen3_vl_moe":
         tensors = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
@@ -197,6 +214,8 @@ def build(family, path):
             images = SiglipImageProcessor(size={"height": 256, "width": 256})
             sizes = {"audio_seq_length": 188, "image_seq_length": 256}
             reader = Gemma3nProcessor(reader.feature_extractor, images, reader.tokenizer, **sizes)
+        if family == "llava_next_video":  # vLLM divides the size of images by the square of this
+            reader.patch_size = 4
         reader.chat_template = reader.tokenizer.chat_template
         if family in ("gemma3", "gemma3n"):  # vLLM looks for tokens that its own tokenizer has
             reader.tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])
@@ -241,6 +260,8 @@ def measure(family, path):
         rows += [{"question": q, "images": images, "audios": sounds} for sounds, images, q in test_every_family.SOUNDS]
     if family == "qwen3_omni_moe_thinker":  # for Qwen2.5-Omni vLLM's position ids are wrong
         rows += test_every_family.FILMS[:2]  # it takes sound in all videos or in none
+    if family == "llava_next_video":  # of which vLLM takes videos only
+        rows = [row for row in rows if not row["images"]]
     prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     register(path)
     try:
@@ -405,6 +426,36 @@ def positions(name, family):
     return equal
 
 
+def steps_on_audios(family, path):
+    """Two steps of grpo_vlm.py on rows with wav files, two of them also with an image."""
+    build(family, path / "model")
+    register(path / "model")
+    lines = []
+    for i in range(8):
+        (path / f"{i}.wav").write_bytes(wav(300 + 200 * i, 0.3 + 0.1 * i))
+        lines.append({"audio": f"{i}.wav", "question": "how many?", "answer": "1"})
+        if i % 4 == 1:
+            test_every_family.image(20, 20).save(path / f"{i}.png")
+            lines[-1]["image"] = f"{i}.png"
+    (path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = [
+        "--model",
+        path / "model",
+        "--task",
+        path / "rows.jsonl",
+        "--heldout",
+        "0.25",
+        "--steps",
+        2,
+        "--lr",
+        0.02,
+    ]
+    options += ["--prompts_per_step", 4, "--group_size", 4, "--max_new_tokens", 3, "--warmup_steps", 1]
+    options += ["--reward", "helpers:length_is_even", "--rollout", "vllm", "--out", path / "run", "--rollout_options"]
+    helpers.run_here("grpo_vlm", *options, *(x for option in SIZE.items() for x in option))
+    return helpers.numbers(path / "run")
+
+
 def facts_of(folder, name):
     what, which, *other_cpu = name.split("/")
     if what == "names":
@@ -416,6 +467,9 @@ def facts_of(folder, name):
     if what == "long_rope":
         folder.joinpath(name).mkdir(parents=True)
         return measure_long_rope(folder / name, int(which) or None)
+    if what == "audios":
+        folder.joinpath(name).mkdir(parents=True)
+        return {"steps": steps_on_audios(which, folder / name)}
     if what == "positions":
         return {"equal": positions(which, OWNERS[which])}
     folder.mkdir(parents=True, exist_ok=True)
