@@ -73,9 +73,10 @@ def sampler_memory(
         ValueError: vLLM would refuse an option.
     """
     workload, resident = rehearsal.workload, sum(rehearsal.resident.values())
-    if cfg.rollout == "hf":  # samples with the trainer's gathered weights; the cache may fill the rest
-        weights = HALF * rehearsal.parameters
-        row = (workload.prompt + workload.answer) * cache_bytes_per_token(config, HALF)
+    if cfg.rollout == "hf":  # samples with the trainer's weights, as it computes; the cache may fill the rest
+        size = 4 if cfg.compute_dtype == "float32" else HALF
+        weights = size * rehearsal.parameters
+        row = (workload.prompt + workload.answer) * cache_bytes_per_token(config, size)
         free = int((cfg.gpu_memory_utilization or DEFAULT_UTILIZATION) * gpu.memory) - resident - weights
         sequences = max(1, min(workload.rows, 512, free // row))
         return SamplerMemory(weights, sequences * row, sequences, workload.rows)

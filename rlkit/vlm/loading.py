@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlkit.data.lookup import check_source, one_line, requires_extra
 from rlkit.data.samples import FRAME_COUNTS
@@ -272,20 +271,6 @@ def _auto_class(config: Any) -> Any:
     import transformers
 
     return transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
-
-
-def copy_with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
-    """A copy of a transformers model with other weights, in the dtype of those.
-
-    Args:
-        model: it may be on the meta device.
-        weights: all weights by their Hugging Face names.
-    """
-    dtype = next(iter(weights.values())).dtype
-    copy = type(model).from_pretrained(None, config=model.config, state_dict=dict(weights), dtype=dtype)
-    copy.generation_config = model.generation_config
-    compute_as_published(copy)
-    return copy
 
 
 def compute_as_published(model: Any) -> None:

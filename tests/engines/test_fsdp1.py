@@ -14,6 +14,7 @@ from rlkit.vlm import load_model, load_processor, lora
 sys.path.insert(0, str(Path(__file__).parent))
 from one_gradient import OUTPUTS, POLICY, train, with_teacher
 from rows import make_batch
+from test_families import IMAGE, VISION, text_model, vision_model
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,34 @@ def test_weights_checkpoint_export_and_sampling(tiny_dir, processor, tmp_path):
         for model in (module, exported):
             again = engine_for(tiny_dir, "fsdp2", model=model).infer_batch(batch)["logprobs"]
             torch.testing.assert_close(again, logprobs, atol=1e-6, rtol=1e-6)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 8.0, 16.0],
+}  # fmt: skip
+PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}
+SAMPLED = {
+    "images": lambda: vision_model("gemma3"),
+    "longrope": lambda: text_model("phi3", PHI3),
+    "norms": lambda: text_model("olmo2", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SAMPLED)
+def test_the_sampled_copy_computes_as_the_trained_module(case, dtype):
+    """Images whose tokens attend to later ones, LongRoPE's factors of the run, and the dtype: the same bits."""
+    tokens = torch.tensor([[5, 6, 91, IMAGE, IMAGE, IMAGE, IMAGE, 92, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]])
+    inputs = {"input_ids": tokens if case == "images" else tokens % 80, "attention_mask": torch.ones_like(tokens)}
+    if case == "images":
+        inputs["pixel_values"] = torch.randn(VISION["gemma3"][2], generator=torch.Generator().manual_seed(0))
+    engine = make_engine("fsdp1", model=SAMPLED[case](), longest_sequence=64, compute_dtype=dtype)
+    with torch.no_grad():
+        expected = engine.module.eval()(**inputs).logits
+        with engine.gathered() as module:
+            assert {x.dtype for x in module.parameters()} == {dtype}
+            assert torch.equal(module(**inputs).logits, expected)
 
 
 @pytest.mark.parametrize("load", [load_model, load_value_model])

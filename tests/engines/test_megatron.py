@@ -395,6 +395,10 @@ def test_gathered_yields_the_transformers_model(kind, alone):
         tokens = torch.tensor([[1, 2, 3]])
         model.load_state_dict(module.state_dict())
         assert torch.equal(module(input_ids=tokens).logits, model(input_ids=tokens).logits)  # also buffers
+    engine = make_engine("megatron", model=model, compute_dtype=torch.bfloat16)
+    with engine.gathered() as module:
+        assert {x.dtype for x in module.parameters()} == {torch.bfloat16}
+        assert module(input_ids=tokens).logits.dtype == torch.bfloat16
 
 
 class InFile:

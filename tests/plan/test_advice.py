@@ -12,7 +12,7 @@ from rlkit.plan.hardware import USABLE, gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Rehearsal, Roles
 from rlkit.plan.report import describe_rows, summary, verdict
-from rlkit.plan.sampler import SamplerMemory, Servers
+from rlkit.plan.sampler import SamplerMemory, Servers, sampler_memory
 from rlkit.plan.workload import Workload
 from rlkit.runs.vllm_options import share_left
 
@@ -58,6 +58,14 @@ def test_whole_distributions_need_a_teacher_here(tmp_path):
     with pytest.raises(ValueError, match="^teacher_top_k: expected at least 1 for --loss jsd without a teacher here"):
         recipe_roles(module, recipe_options(module, options))
     assert not recipe_roles(module, recipe_options(module, [*options, "--teacher_top_k", "8"])).whole_vocabulary
+
+
+def test_sampler_hf_has_weights_and_cache_in_the_dtype_of_the_computation():
+    rehearsal = plan_of(10, SamplerMemory(0, 0, 0, 0)).rehearsal
+    double = sampler_memory(config(rollout="hf", compute_dtype="float32"), LLAMA, rehearsal, 1, H100)
+    for dtype in ("auto", "bfloat16"):
+        found = sampler_memory(config(rollout="hf", compute_dtype=dtype), LLAMA, rehearsal, 1, H100)
+        assert found.weights == 2 * 1000 and (double.weights, double.cache) == (2 * found.weights, 2 * found.cache)
 
 
 def test_a_share_that_is_too_small_for_the_sampler_is_raised(monkeypatch):

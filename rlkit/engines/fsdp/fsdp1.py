@@ -25,7 +25,7 @@ from rlkit.engines.distributed import full_tensor
 from rlkit.engines.fsdp.fsdp1_loading import FlattenWithoutValues, allocate, fill_flat_parameters, read_rows
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
 from rlkit.engines.fsdp.sharding import fsdp_units, mixed_dtypes_message
-from rlkit.vlm.loading import copy_with_weights
+from rlkit.engines.sampled_copy import sampled_copy
 
 # options of the fsdp2 engine that are not supported, and the value that each may have
 UNSUPPORTED = {
@@ -114,8 +114,9 @@ class Fsdp1Engine(Fsdp2Engine):
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
-        """Yield a copy of the model with full weights on every rank, for sampling; it is freed after the context."""
-        yield copy_with_weights(self.base, dict(self.get_per_tensor_param())).to(self.device)
+        """Yield a copy of the model with full weights in `compute_dtype` on every rank, freed after the context."""
+        weights = dict(self.get_per_tensor_param(dtype=self.compute_dtype))
+        yield sampled_copy(self.base, weights, self.device, self.compute_dtype, self.longest_sequence)
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move optimizer state; FSDP1 cannot move its weights.

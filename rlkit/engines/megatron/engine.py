@@ -83,11 +83,11 @@ from rlkit.engines.megatron.weights import (
 from rlkit.engines.offload import OffloadingEngine, needs_weights, without_memory_of
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
+from rlkit.engines.sampled_copy import sampled_copy
 from rlkit.engines.sampler_dtype import sampler_dtype
 from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import TopkLogprobs, suppress_tokens, tokens_per_chunk
 from rlkit.vlm.inputs import position_spec
-from rlkit.vlm.loading import copy_with_weights
 
 # (loss, number of tokens, what the engine needs of the micro-batch), as Megatron's schedule expects it
 Finish = Callable[[list[int], Batch, ModelInputs, Tensor], tuple[Tensor, Tensor, Any]]
@@ -486,8 +486,9 @@ class MegatronEngine(OffloadingEngine):
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
-        """Yield a transformers model with full weights on every rank, for sampling; it is freed after the context."""
-        yield copy_with_weights(self.hf_model, dict(self.get_per_tensor_param())).to(self.device)
+        """Yield a transformers model with full weights in `compute_dtype` on every rank, freed after the context."""
+        dtype = self.megatron_config.params_dtype
+        yield sampled_copy(self.hf_model, dict(self.get_per_tensor_param(dtype=dtype)), self.device, dtype)
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, see `rlkit.engines.export.export_hf`."""
