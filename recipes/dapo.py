@@ -135,7 +135,7 @@ def main(cfg: Config) -> None:
         if cfg.epochs:
             raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
         task = runs.load_named_task(cfg, cfg.task)
-        run = runs.start_run("dapo", cfg, task.name, task.train)
+        run = runs.start_run("dapo", cfg, task.name, task.train, task.heldout)
         path, processor = runs.find_model(cfg, run, task.train)
         per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)

@@ -4,7 +4,7 @@ A recipe calls these functions, in this order:
 
     with one_sentence_errors("my_recipe"):
         task = load_named_task(cfg, cfg.task)
-        run = start_run("my_recipe", cfg, task.name, task.train)     # claims the directory
+        run = start_run("my_recipe", cfg, task.name, task.train, task.heldout)     # claims the directory
         path, processor = find_model(cfg, run, task.train)
         engine = build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         rollout = build_rollout(cfg, path, processor, engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count, filterfalse, takewhile
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any, TextIO, TypeVar
 
 import torch.distributed as dist
 
+from rlkit.data.samples import Row
+from rlkit.data.tables import as_rows
 from rlkit.rollout.vllm_families import config_or_empty
 from rlkit.runs.vllm_options import longest_row
 from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES
@@ -36,6 +38,8 @@ gpu_memory_utilization reward_threads max_failed_rewards max_mismatch max_skippe
 reward_memory save_rollouts push_to_hub hub_private_repo dataloader_num_workers
 """.split()
 NOT_REPORTED = {"config", "out", "resume", "allow_changes", "epochs"}
+CONTENTS = "contents"  # in config.json: what options alone do not tell, such as the rows of a file
+ALLOWED_BY = {"train": ("task", "heldout"), "heldout": ("task", "heldout", "heldout_rows")}  # the first is advised
 
 
 def claim_directory(out: str, name: str, *, resume: bool) -> Path:
@@ -55,20 +59,32 @@ def claim_directory(out: str, name: str, *, resume: bool) -> Path:
     return decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
 
 
-def check_resumed_options(out: Path, options: Any) -> list[str]:
+def check_resumed_options(out: Path, options: Any, contents: Mapping[str, str] | None = None) -> list[str]:
     """Compare options with those at the start of the run: one line per changed option. All ranks call this together.
 
     Args:
         out: the run's directory. If no step was logged there, the run is new.
         options: a dataclass with a field `allow_changes`.
+        contents: of the data, see `contents_of_data`. One that the run has not recorded is not compared.
 
     Raises:
-        ValueError: an option that changes the results differs, and `allow_changes` does not name it.
+        ValueError: an option that changes the results, or the data, differs, and `allow_changes` does not name it.
     """
-    return decided_by_rank_0(lambda: _changed_options(out, asdict(options)))
+    return decided_by_rank_0(lambda: _changed_options(out, asdict(options), contents or {}))
 
 
-def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
+def contents_of_data(train: Sequence[Row], heldout: Sequence[Row]) -> dict[str, str]:
+    """Numbers and fingerprints of the rows of a run. The order of training depends on both.
+
+    All ranks call this together. Rank 0 reads the rows, see `rlkit.data.tables.Rows.fingerprint`.
+    """
+    tables = {"train": as_rows(train), "heldout": as_rows(heldout)}
+    return decided_by_rank_0(
+        lambda: {name: f"{len(rows)} rows, fingerprint {rows.fingerprint()}" for name, rows in tables.items()}
+    )
+
+
+def _changed_options(out: Path, options: Mapping[str, Any], contents: Mapping[str, str]) -> list[str]:
     if not (_holds_run(out) and (out / CONFIG).exists()):
         return []
     before, now = json.loads((out / CONFIG).read_text()), json.loads(json.dumps(options, default=str))
@@ -81,7 +97,23 @@ def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
             f"--allow_changes {' '.join(refused)}"
         )
     _check_same_factors(out, before, now)
+    changed |= _changed_contents(out, before.get(CONTENTS, {}), contents, options["allow_changes"])
     return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in NOT_REPORTED]
+
+
+def _changed_contents(
+    out: Path, before: Mapping[str, str], now: Mapping[str, str], allowed: Collection[str]
+) -> dict[str, tuple[str, str]]:
+    changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
+    refused = [name for name in changed if not set(ALLOWED_BY[name]) & set(allowed)]
+    if refused:
+        described = ", ".join(f"{name} was {changed[name][0]} and is {changed[name][1]}" for name in refused)
+        advised = " ".join(dict.fromkeys(ALLOWED_BY[name][0] for name in refused))
+        raise ValueError(
+            f"resume: expected the data of the run in {out}, but {described}; rows that were trained on may be held "
+            f"out now; to continue all the same, add --allow_changes {advised}"
+        )
+    return changed
 
 
 def _check_same_factors(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
