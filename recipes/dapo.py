@@ -97,8 +97,7 @@ def draw_groups(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
             answers = answers + drawn if answers else drawn
             ids = group_ids(answers.generated)
             kept = ids[informative_groups(answers.rewards, ids)]
-            counts = kept.bincount(minlength=(draw + 1) * cfg.prompts_per_draw)
-            groups = engine.global_sum(counts).nonzero()[:, 0].numpy()
+            groups = runs.group_ids_of_all_ranks(kept, engine)
             if len(groups) >= cfg.prompts_per_step:
                 break
     return answers, groups, draw + 1
@@ -135,7 +134,7 @@ def main(cfg: Config) -> None:
         if cfg.epochs:
             raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
         task = runs.load_named_task(cfg, cfg.task)
-        run = runs.start_run("dapo", cfg, task.name, task.train)
+        run = runs.start_run("dapo", cfg, task.name, task.train, task.heldout)
         path, processor = runs.find_model(cfg, run, task.train)
         per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
@@ -169,7 +168,7 @@ def main(cfg: Config) -> None:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
             updates = [
                 engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
-                for mini_batch in runs.mini_batches(batch, cfg, step, engine, prompts=chosen)
+                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
             ]
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])

@@ -147,7 +147,7 @@ def main(cfg: Config) -> None:
         loss = loss_function(cfg)
         task = runs.load_named_task(cfg, cfg.task, load_pairs)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("dpo", cfg, task.name, task.train)
+        run = runs.start_run("dpo", cfg, task.name, task.train, task.heldout)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = None

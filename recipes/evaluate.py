@@ -23,6 +23,7 @@ import math
 from dataclasses import dataclass, replace
 
 from rlkit import runs
+from rlkit.data import concatenate
 from rlkit.rollout import Sampling
 from rlkit.tracking import METRICS, read_metrics
 from rlkit.vlm import encode_prompt
@@ -147,7 +148,8 @@ def main(cfg: Config) -> None:
         if len(set(cfg.task)) < len(cfg.task):
             raise ValueError(f"task: expected each task once, got {', '.join(cfg.task)}")
         tasks = [runs.load_named_task(cfg, name) for name in cfg.task]
-        run = runs.start_run("evaluate", cfg, "-".join(task.name for task in tasks))
+        name, heldout = "-".join(task.name for task in tasks), [task.heldout for task in tasks]
+        run = runs.start_run("evaluate", cfg, name, heldout=concatenate(heldout))
         path, processor = runs.find_model(cfg, run, tasks[0].train)
         engine = runs.build_scorer(cfg, path, processor)
         rollout = runs.build_rollout(cfg, path, processor, engine)

@@ -107,7 +107,7 @@ def main(cfg: Config) -> None:
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("grpo_vlm", cfg, task.name, task.train)
+        run = runs.start_run("grpo_vlm", cfg, task.name, task.train, task.heldout)
         path, processor = runs.find_model(cfg, run, task.train)
         per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)

@@ -116,7 +116,7 @@ def main(cfg: Config) -> None:
             raise ValueError("prompts_per_step: expected at least 2 without --no_baseline, got 1")
         task = runs.load_named_task(cfg, cfg.task, load_unpaired)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("kto", cfg, task.name, task.train)
+        run = runs.start_run("kto", cfg, task.name, task.train, task.heldout)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = runs.build_reference(cfg, path, processor, engine)

@@ -205,7 +205,7 @@ def main(cfg: Config) -> None:
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("ppo", cfg, task.name, task.train)
+        run = runs.start_run("ppo", cfg, task.name, task.train, task.heldout)
         path, processor = runs.find_model(cfg, run, task.train)
         per_step = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
         policy_steps = (cfg.steps - cfg.critic_warmup) * per_step

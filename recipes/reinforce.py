@@ -110,7 +110,7 @@ def main(cfg: Config) -> None:
             runs.check_range("group_size", cfg.group_size, 2)  # answers are compared
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("reinforce", cfg, task.name, task.train)
+        run = runs.start_run("reinforce", cfg, task.name, task.train, task.heldout)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None

@@ -54,7 +54,7 @@ def main(cfg: Config) -> None:
     with runs.one_sentence_errors("sft"):
         task = runs.load_named_task(cfg, cfg.task, load_chats)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("sft", cfg, task.name, task.train)
+        run = runs.start_run("sft", cfg, task.name, task.train, task.heldout)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         rollout = runs.build_rollout(cfg, path, processor, engine)

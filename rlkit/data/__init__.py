@@ -16,7 +16,7 @@ from rlkit.data.samples import (
     group_ids,
     prompt_sample,
 )
-from rlkit.data.tables import first_of_sources
+from rlkit.data.tables import concatenate, first_of_sources
 from rlkit.data.tasks import Task, rows_of_steps, step_rows
 from rlkit.data.user_code import Failures, load_function
 
@@ -30,6 +30,7 @@ __all__ = [
     "append_response",
     "balanced_partitions",
     "collate",
+    "concatenate",
     "easiest_rows",
     "expand_placeholders",
     "first_of_sources",

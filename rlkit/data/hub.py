@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from rlkit.data.fingerprints import fingerprint_of_table
 from rlkit.data.lookup import check_source, requires_extra
 from rlkit.data.samples import Row
 from rlkit.data.tables import TEXT_SUFFIXES, Rows, read_table, without_decoding
@@ -61,7 +63,11 @@ def read_split(source: str, split: str, subset: str | None = None) -> Any:
 
 def map_table(table: Any, make: Callable[[Row], Row], where: str) -> Rows:
     """The rows of a table, each converted by `make` on access, with a name (`where`) for error messages."""
-    return Rows(lambda i: {**make(table[i]), "where": f"{where} row {i + 1}"}, np.arange(len(table)))
+
+    def row(i: int) -> Row:
+        return {**make(table[i]), "where": f"{where} row {i + 1}"}
+
+    return Rows(row, np.arange(len(table)), contents=cache(partial(fingerprint_of_table, table)))
 
 
 def open_stream(source: str, split: str, subset: str | None = None) -> Any:

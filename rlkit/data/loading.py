@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlkit.data.fingerprints import fingerprint_of_table
 from rlkit.data.formats import (
     ANSWER_COLUMNS,
     CHAT_COLUMNS,
@@ -30,7 +32,7 @@ from rlkit.data.tables import (
     as_rows,
     check_inside,
     columns_of,
-    concatenated_sources,
+    concatenate,
     files_of_video,
     read_table,
     resolve_image_path,
@@ -216,7 +218,8 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
         more = {name: media for name, media in (("videos", videos), ("audios", audios)) if media}
         return {**read, "images": images, **more}
 
-    rows = Rows(row, np.arange(len(table)), files=[file] if file.suffix in FILE_SUFFIXES else ())
+    files = [file] if file.suffix in FILE_SUFFIXES else ()
+    rows = Rows(row, np.arange(len(table)), files=files, contents=cache(partial(fingerprint_of_table, table)))
     first = [rows[i] for i in range(min(20, len(rows)))]
     if first and all("unreadable" in one for one in first):
         raise ValueError(f"{first[0]['where']}: {first[0]['unreadable']}")
@@ -263,7 +266,7 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
     if heldout in task.splits:
         return replace(task, train=() if heldout == "train" else rows, heldout=task.splits[heldout])
     if heldout == "all":
-        every = _concatenate(list(task.splits.values()) or [task.train, task.heldout])
+        every = concatenate(list(task.splits.values()) or [task.train, task.heldout])
         return replace(task, train=(), heldout=every)
     if Path(heldout).suffix in FILE_SUFFIXES:
         held_rows = load(heldout).splits["train"]
@@ -308,12 +311,6 @@ def _split_by_share(rows: Sequence[Row], share: float) -> tuple[Rows, Rows]:
     return shuffled[held:], without_repeats(shuffled[:held])
 
 
-def _concatenate(tables: Sequence[Sequence[Row]]) -> Rows:
-    once = [without_repeats(table) for table in tables]
-    places = [(table, i) for table in once for i in range(len(table))]
-    return Rows(lambda n: places[n][0][places[n][1]], np.arange(len(places)), concatenated_sources(once))
-
-
 # --- other tasks
 
 
@@ -332,7 +329,8 @@ def _split_pairs(rows: Sequence[Row]) -> Sequence[Row]:
         pair, good = pairs.row(i // 2), i % 2 == 0
         return {**pair, "completion": pair.get("chosen" if good else "rejected"), "label": good}
 
-    return Rows(row, (2 * pairs.order[:, None] + [0, 1]).flatten(), np.repeat(pairs.sources, 2), pairs.files)
+    order = (2 * pairs.order[:, None] + [0, 1]).flatten()
+    return Rows(row, order, np.repeat(pairs.sources, 2), pairs.files, pairs.contents)
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
@@ -348,4 +346,4 @@ def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
         wrong = next((answer for answer in answers if answer is not None and str(answer) != str(right["answer"])), None)
         return _read(PAIRS, {**right, "chosen": right["answer"], "rejected": wrong})
 
-    return Rows(row, table.order, table.sources, table.files)
+    return Rows(row, table.order, table.sources, table.files, table.contents)

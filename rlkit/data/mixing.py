@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows, as_rows, concatenated_sources, sources_of
+from rlkit.data.tables import Rows, as_rows, concatenated_sources, fingerprint_of_tables, sources_of
 from rlkit.data.tasks import Task
 
 
@@ -53,6 +54,7 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
         which = int(np.searchsorted(start, i, side="right")) - 1
         return {**tables[which].row(i - int(start[which])), "task": tasks[which].name}
 
+    held_tables = [task.heldout for task in tasks]
     heldout_rows = [(task, i) for task in tasks for i in range(len(task.heldout))]
 
     def heldout(i: int) -> Row:
@@ -62,8 +64,15 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
     rewards = {task.name: task.reward for task in tasks}
     return Task(
         "+".join(names),
-        train=Rows(train, np.concatenate(order), np.concatenate(sources), files),
-        heldout=Rows(heldout, np.arange(len(heldout_rows)), concatenated_sources([task.heldout for task in tasks])),
+        train=Rows(
+            train, np.concatenate(order), np.concatenate(sources), files, partial(fingerprint_of_tables, tables)
+        ),
+        heldout=Rows(
+            heldout,
+            np.arange(len(heldout_rows)),
+            concatenated_sources(held_tables),
+            contents=partial(fingerprint_of_tables, held_tables),
+        ),
         reward=lambda text, row: rewards[row["task"]](text, row),
     )
 

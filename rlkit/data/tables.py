@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlkit.data.fingerprints import fingerprint, fingerprint_of_table
 from rlkit.data.lookup import requires_extra
 from rlkit.data.messages import bytes_or_path
 from rlkit.data.samples import Row
@@ -17,6 +19,7 @@ from rlkit.data.samples import Row
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
 TEXT_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv"})
 FILE_SUFFIXES = TEXT_SUFFIXES | {".parquet"}
+SEEN_ROWS = 100  # rows without `contents` that a fingerprint is made of
 LONGEST_CELL = 2**31 - 1  # characters in a cell of a csv file; Python's default is 131072
 
 
@@ -28,6 +31,7 @@ class Rows(Sequence[Row]):
         order: int [n], the numbers of the rows; a row that is repeated has the same number each time.
         sources: int [n]; rows that were made of the same one have the same number. By default all differ.
         files: that the rows were read from, where known.
+        contents: returns a fingerprint of all that `row` reads.
     """
 
     def __init__(
@@ -36,8 +40,9 @@ class Rows(Sequence[Row]):
         order: np.ndarray,
         sources: np.ndarray | None = None,
         files: Collection[Path] = (),
+        contents: Callable[[], str] | None = None,
     ) -> None:
-        self.row, self.order, self.files = row, order, files
+        self.row, self.order, self.files, self.contents = row, order, files, contents
         self.sources = np.arange(len(order)) if sources is None else sources
 
     def __len__(self) -> int:
@@ -45,13 +50,30 @@ class Rows(Sequence[Row]):
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice | list):
-            return Rows(self.row, self.order[i], self.sources[i], self.files)
+            return Rows(self.row, self.order[i], self.sources[i], self.files, self.contents)
         return self.row(int(self.order[i]))
+
+    def fingerprint(self) -> str:
+        """Changes with the texts, numbers and paths of media in the rows, and with their order.
+
+        Without `contents`, as for rows that are computed when they are read, it is made of `SEEN_ROWS` of them.
+        """
+        some = np.linspace(0, len(self) - 1, min(len(self), SEEN_ROWS)).astype(int)
+        contents = self.contents() if self.contents else fingerprint_of_table([self[i] for i in some])
+        return fingerprint([contents, len(self), *self.order.tolist()])
 
 
 def as_rows(rows: Sequence[Row]) -> Rows:
     """The same rows as `Rows`."""
-    return rows if isinstance(rows, Rows) else Rows(lambda i: rows[i], np.arange(len(rows)))
+    if isinstance(rows, Rows):
+        return rows
+    contents = cache(partial(fingerprint_of_table, rows)) if isinstance(rows, list | tuple) else None
+    return Rows(lambda i: rows[i], np.arange(len(rows)), contents=contents)
+
+
+def fingerprint_of_tables(tables: Sequence[Sequence[Row]]) -> str:
+    """One fingerprint of the rows of several tables, see `Rows.fingerprint`."""
+    return fingerprint(as_rows(table).fingerprint() for table in tables)
 
 
 def without_repeats(rows: Sequence[Row]) -> Rows:
@@ -69,6 +91,18 @@ def concatenated_sources(tables: Sequence[Sequence[Row]]) -> np.ndarray:
     """The sources of the rows of several tables one after another; rows of different tables have different ones."""
     first = np.cumsum([0, *(len(table) for table in tables)])
     return np.concatenate([sources_of(table) + n for table, n in zip(tables, first, strict=False)])
+
+
+def concatenate(tables: Sequence[Sequence[Row]]) -> Rows:
+    """The rows of several tables one after another, each once."""
+    once = [without_repeats(table) for table in tables]
+    places = [(table, i) for table in once for i in range(len(table))]
+    return Rows(
+        lambda n: places[n][0][places[n][1]],
+        np.arange(len(places)),
+        concatenated_sources(once),
+        contents=partial(fingerprint_of_tables, once),
+    )
 
 
 def first_of_sources(rows: Sequence[Row]) -> list[int]:

@@ -43,7 +43,7 @@ def map_rows(task: Task, change: Callable[[Row], Row]) -> Task:
 
     def changed(rows: Sequence[Row]) -> Sequence[Row]:
         old = as_rows(rows)
-        return Rows(lambda i: change(old.row(i)), old.order, old.sources, old.files)
+        return Rows(lambda i: change(old.row(i)), old.order, old.sources, old.files, old.contents)
 
     return map_tables(task, changed)
 

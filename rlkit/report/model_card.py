@@ -14,7 +14,17 @@ from rlkit.report.intervals import MEAN_SUFFIXES, NOT_MEASURED, intervals
 from rlkit.tracking import CONFIG, EVAL, read_object
 
 CARD, CURVE = "README.md", "learning_curve.png"
-OF_THE_PLACE = {"config", "out", "resume", "allow_changes", "versions", "trackers", "push_to_hub", "hub_private_repo"}
+OF_THE_PLACE = {
+    "config",
+    "out",
+    "resume",
+    "allow_changes",
+    "versions",
+    "contents",
+    "trackers",
+    "push_to_hub",
+    "hub_private_repo",
+}
 MOST_EVALUATIONS = 20  # rows of the table
 
 

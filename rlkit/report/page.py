@@ -112,6 +112,6 @@ def run_data(out: Path) -> dict[str, Any]:
         "tasks": tasks,
         "task_intervals": {task: intervals(found, found.get("rows")) for task, found in tasks.items()},
         "config": json.dumps(config, indent=1),
-        "options": {name: json.dumps(x) for name, x in config.items() if name != "versions"},
+        "options": {name: json.dumps(x) for name, x in config.items() if name not in ("versions", "contents")},
         "answers": answers_for_page(out),
     }

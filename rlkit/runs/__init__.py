@@ -4,7 +4,7 @@ A recipe calls these functions, in this order:
 
     with one_sentence_errors("my_recipe"):
         task = load_named_task(cfg, cfg.task)
-        run = start_run("my_recipe", cfg, task.name, task.train)     # claims the directory
+        run = start_run("my_recipe", cfg, task.name, task.train, task.heldout)     # claims the directory
         path, processor = find_model(cfg, run, task.train)
         engine = build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         rollout = build_rollout(cfg, path, processor, engine)
@@ -58,7 +58,7 @@ from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import batch_totals, engine_flops, mean_metrics, totals, training_passes
-from rlkit.runs.updates import keep_on_device, mini_batches
+from rlkit.runs.updates import group_ids_of_all_ranks, keep_on_device, mini_batches
 from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flags, processor_flags
 
 __all__ = [
@@ -99,6 +99,7 @@ __all__ = [
     "find_model",
     "finish",
     "global_loss",
+    "group_ids_of_all_ranks",
     "keep_on_device",
     "length_flags",
     "load_named_task",

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 Config = TypeVar("Config")
-OF_ONE_RUN = {"versions", "config", "out", "resume", "allow_changes"}
+OF_ONE_RUN = {"versions", "contents", "config", "out", "resume", "allow_changes"}
 RENAMED = {"updates_per_batch": "ppo_epochs"}
 DEPENDING_ON_MODEL = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `defaults_of_model`
 

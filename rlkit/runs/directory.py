@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from itertools import count, filterfalse, takewhile
@@ -16,13 +15,14 @@ from typing import Any, TextIO, TypeVar
 
 import torch.distributed as dist
 
+from rlkit.data.samples import Row
+from rlkit.data.tables import as_rows
 from rlkit.rollout.vllm_families import config_or_empty
 from rlkit.runs.vllm_options import longest_row
 from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES
 from rlkit.vlm.long_rope import has_long_factors, original_length
 
 LOCK = "run.lock"
-TEMPLATE_DIGEST = "chat_template_sha256"
 PROBE_BYTES = 1 << 20
 T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
@@ -40,6 +40,12 @@ gpu_memory_utilization reward_threads max_failed_rewards max_mismatch max_skippe
 reward_memory save_rollouts push_to_hub hub_private_repo dataloader_num_workers
 """.split()
 NOT_REPORTED = {"config", "out", "resume", "allow_changes", "epochs"}
+CONTENTS = "contents"  # in config.json: what options alone do not tell, such as the rows of a file
+ALLOWED_BY = {  # options of --allow_changes; the first is advised
+    "train": ("task", "heldout"),
+    "heldout": ("task", "heldout", "heldout_rows"),
+    "chat_template": ("chat_template",),
+}
 
 
 def claim_directory(out: str, name: str, *, resume: bool) -> Path:
@@ -59,36 +65,41 @@ def claim_directory(out: str, name: str, *, resume: bool) -> Path:
     return decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
 
 
-def check_resumed_options(out: Path, options: Any) -> list[str]:
+def check_resumed_options(out: Path, options: Any, contents: Mapping[str, str] | None = None) -> list[str]:
     """Compare options with those at the start of the run: one line per changed option. All ranks call this together.
 
     Args:
         out: the run's directory. If no step was logged there, the run is new.
         options: a dataclass with a field `allow_changes`.
+        contents: see `recorded_contents`. One that the run has not recorded is not compared.
 
     Raises:
-        ValueError: an option that changes the results differs, and `allow_changes` does not name it.
+        ValueError: an option that changes the results, or the data, differs, and `allow_changes` does not name it.
     """
-    return decided_by_rank_0(lambda: _changed_options(out, recorded_options(options)))
+    return decided_by_rank_0(lambda: _changed_options(out, asdict(options), contents or {}))
 
 
-def recorded_options(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass of options, and the SHA-256 of the file that `--chat_template` names."""
-    recorded = asdict(options)
-    if file := recorded.get("chat_template"):
-        with suppress(OSError):  # an error of `processor_of` says that it cannot be read
-            recorded[TEMPLATE_DIGEST] = sha256(Path(file).read_bytes()).hexdigest()
-    return recorded
+def recorded_contents(cfg: Any, train: Sequence[Row], heldout: Sequence[Row]) -> dict[str, str]:
+    """Fingerprints of the files behind a run's options: its rows, on which their order depends, and its chat template.
+
+    All ranks call this together. Rank 0 reads the rows, see `rlkit.data.tables.Rows.fingerprint`.
+    """
+
+    def contents() -> dict[str, str]:
+        tables = {"train": as_rows(train), "heldout": as_rows(heldout)}
+        found = {name: f"{len(rows)} rows, fingerprint {rows.fingerprint()}" for name, rows in tables.items()}
+        template = Path(getattr(cfg, "chat_template", ""))
+        if template.is_file():  # otherwise an error of `processor_of` says so
+            found["chat_template"] = f"fingerprint {sha256(template.read_bytes()).hexdigest()[:16]}"
+        return found
+
+    return decided_by_rank_0(contents)
 
 
-def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
+def _changed_options(out: Path, options: Mapping[str, Any], contents: Mapping[str, str]) -> list[str]:
     if not (_holds_run(out) and (out / CONFIG).exists()):
         return []
     before, now = json.loads((out / CONFIG).read_text()), json.loads(json.dumps(options, default=str))
-    digests = [recorded.pop(TEMPLATE_DIGEST, None) for recorded in (before, now)]
-    if all(digests) and digests[0] != digests[1]:
-        for recorded, digest in zip((before, now), digests, strict=True):
-            recorded["chat_template"] += f" (SHA-256 {digest:.8}...)"
     changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
     refused = [name for name in changed if name not in {*CHANGEABLE, *options["allow_changes"]}]
     if refused:
@@ -98,7 +109,24 @@ def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
             f"--allow_changes {' '.join(refused)}"
         )
     _check_same_factors(out, before, now)
+    changed |= _changed_contents(out, before.get(CONTENTS, {}), contents, options["allow_changes"])
     return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in NOT_REPORTED]
+
+
+def _changed_contents(
+    out: Path, before: Mapping[str, str], now: Mapping[str, str], allowed: Collection[str]
+) -> dict[str, tuple[str, str]]:
+    changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
+    refused = [name for name in changed if not set(ALLOWED_BY[name]) & set(allowed)]
+    if refused:
+        described = ", ".join(f"{name} was {changed[name][0]} and is {changed[name][1]}" for name in refused)
+        advised = " ".join(dict.fromkeys(ALLOWED_BY[name][0] for name in refused))
+        why = "" if refused == ["chat_template"] else "; rows that were trained on may be held out now"
+        raise ValueError(
+            f"resume: expected the data of the run in {out}, but {described}{why}; to continue all the same, add "
+            f"--allow_changes {advised}"
+        )
+    return changed
 
 
 def _check_same_factors(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

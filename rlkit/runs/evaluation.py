@@ -101,6 +101,7 @@ def record_evaluation(
     """
     counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
     rows, skipped = (int(x) for x in counts)
+    results = {name: x for name, x in results.items() if rows or not math.isnan(x)}  # of no row, none is a result
     step = 0 if when == "before" else run.step + 1
     evaluations = [*(earlier for earlier in _evaluations(run) if earlier["step"] < step), {"step": step, **results}]
     named = {} if when == "during" else {f"{name}_{when}": x for name, x in results.items()}
@@ -111,7 +112,8 @@ def record_evaluation(
         unanswered = f"; rows without an answer: {count:.0f}" if (count := results.get("unanswered", 0)) else ""
         unscored = f"; generated answers without a reward: {count:.0f}" if (count := results.get("unscored", 0)) else ""
         after = f"after {step} steps" if when == "during" else when
-        run.print(f"held-out {after}: {', '.join(shown) or 'no answer was judged'} ({rows} rows{unanswered}{unscored})")
+        nothing = "no answer was judged" if rows else "there was nothing to evaluate"
+        run.print(f"held-out {after}: {', '.join(shown) or nothing} ({rows} rows{unanswered}{unscored})")
 
 
 def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], Any], engine: Any) -> None:
@@ -127,6 +129,7 @@ def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], 
     run.drop_metrics_from(start or -1)  # -1: also the answers from before training, which are logged again
     if start == 0:
         evaluate("before")
+        _check_results(cfg, run)
         return
     run.step = start - 1
     if run.is_main_process:
@@ -137,6 +140,18 @@ def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], 
             evaluate("during")
         if start not in steps or exported != start:
             _keep_if_best(cfg, run, engine)
+
+
+def _check_results(cfg: Any, run: Run) -> None:
+    """End a run that is to compare evaluations if the first one has no result."""
+    names = [name for name in ("patience", "keep_best", "evaluate_every") if getattr(cfg, name, 0)]
+    if not names or is_replay() or decided_by_rank_0(lambda: best_step(_evaluations(run))[0]) >= 0:
+        return
+    problem = f"--{names[0]}: expected held-out rows with a result, got none; name some with --heldout"
+    if names != ["evaluate_every"]:
+        run.stop(problem)
+    if run.is_main_process:
+        run.print(problem)
 
 
 def _drop_evaluations_after(run: Run, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -104,6 +105,9 @@ def global_loss(
         loss_fn: as for `train_batch`.
         out: outputs of `engine.infer_batch(batch)`.
         batch: this rank's rows. Its totals are set to those of all ranks.
+
+    Returns:
+        Values by name; nan if no rank has a row.
     """
     counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
     batch.total_tokens, batch.total_sequences = engine.global_sum(counts)
@@ -112,7 +116,8 @@ def global_loss(
     exact = copy.copy(batch)
     exact.fields = _in_float64(batch.fields)
     loss, metrics = loss_fn(SimpleNamespace(**_in_float64(out)), exact)
-    return totals(engine, loss=loss, **metrics)
+    found = totals(engine, loss=loss, **metrics)
+    return found if batch.total_sequences else dict.fromkeys(found, math.nan)
 
 
 def _in_float64(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
     cfg, run, engine = sampler.cfg, sampler.run, sampler.engine
     answered = with_room_for_an_answer(sampler, prompts, when)
     answers = sampler.greedy(answered, training=False) if cfg.max_new_tokens else Answers()
-    if problem := heldout_problem(sampler, answers):
+    if problem := heldout_problem(sampler, answers, prompts):
         run.stop(f"held-out {problem}")
     results = accuracy(answers, engine.global_sum) | sampled_heldout(sampler, answered) | measured
     unanswered = engine.global_sum(torch.tensor(float(len(prompts.samples) - len(answered.samples)))).item()
@@ -97,13 +97,16 @@ def keep_heldout(run: Run, judged: Iterable[Sample], step: int) -> None:
         append_records(run.out, [prompt_record(run.out, [sample], "held-out", step) for sample in worst])
 
 
-def heldout_problem(sampler: PolicySampler, answers: Answers) -> str:
-    """Why the run has to stop after these held-out answers; empty if it can go on.
+def heldout_problem(sampler: PolicySampler, answers: Answers, prompts: Prompts) -> str:
+    """Why the run has to stop after these answers to held-out prompts; empty if it can go on.
 
     A recipe that does not train on rewards goes on without them, unless `--reward` is given and judged no answer.
     """
     cfg, global_sum = sampler.cfg, sampler.engine.global_sum
     if hasattr(cfg, "max_failed_rewards"):
+        rows = global_sum(torch.tensor(float(len(prompts.samples) + len(prompts.skipped))))
+        if not rows and cfg.max_failed_rewards < 1:
+            return "rows: expected at least one, got none; name some with --heldout"
         return too_few_scored(answers, global_sum, cfg.max_failed_rewards)
     generated, judged = count_scored(answers, global_sum)
     if cfg.reward and generated and not judged:

@@ -29,7 +29,7 @@ class RunOptions:
     """Continue from the newest checkpoint in the run's directory."""
     allow_changes: tuple[str, ...] = ()
     """With --resume: options that may differ from their values at the start of the run. Only needed for options that
-    change the results, such as lr."""
+    change the results, such as lr. task also allows other rows in the same file."""
     seed: int = 0
     """Seed for the order of rows, sampling, new adapters and the tiny model."""
     trackers: tuple[str, ...] = ()

@@ -24,7 +24,13 @@ from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
 from rlkit.runs.allocator import use_expandable_segments
 from rlkit.runs.command_line import parse_options
-from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0, recorded_options
+from rlkit.runs.directory import (
+    CONTENTS,
+    check_resumed_options,
+    claim_directory,
+    decided_by_rank_0,
+    recorded_contents,
+)
 from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
 from rlkit.runs.memory_plan import planned_memory
@@ -78,19 +84,27 @@ def one_sentence_errors(recipe: str) -> Iterator[None]:
 
 
 def start_run(
-    recipe: str, cfg: RunOptions, task: str, rows: Sequence[Row] = (), *, starts_servers: bool = False
+    recipe: str,
+    cfg: RunOptions,
+    task: str,
+    train: Sequence[Row] = (),
+    heldout: Sequence[Row] = (),
+    *,
+    starts_servers: bool = False,
 ) -> Run:
     """Join the other ranks, claim the run's directory and servers, and open its logs, before anything is loaded.
 
     Args:
         recipe, task: the run's name is RECIPE-TASK-seedSEED.
-        rows: rows to train on, for the plan of the run's memory, see `planned_memory`.
+        train: rows to train on. A resumed run is refused if they are others; the plan of the run's memory looks at
+            them, see `planned_memory`.
+        heldout: rows to evaluate on, likewise.
         starts_servers: the recipe itself starts sampling servers if the options name none.
 
     Raises:
         ValueError: an option is out of range, servers or saved rollouts are missing, the directory or a server is in
-            use, a tracker is unknown, a resumed run was started with other options, the hub refuses --push_to_hub, or
-            the run does not fit on its GPUs.
+            use, a tracker is unknown, a resumed run was started with other options or data, the hub refuses
+            --push_to_hub, or the run does not fit on its GPUs.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -109,11 +123,12 @@ def start_run(
     disable_progress_bar()  # that of transformers; the run has its own
     name = f"{recipe}-{task}-seed{cfg.seed}"
     out = claim_directory(cfg.out, name, resume=cfg.resume)
-    changes = check_resumed_options(out, cfg)
+    contents = recorded_contents(cfg, train, heldout)
+    changes = check_resumed_options(out, cfg, contents)
     check_hub(cfg)
     if servers := getattr(cfg, "servers", ()):
         decided_by_rank_0(lambda: claim_servers(servers, f"the run in {out.resolve()}"))
-    planned = planned_memory(cfg, out, rows)
+    planned = planned_memory(cfg, out, () if hasattr(cfg, "tool") else train)  # what a tool returns may have images
     first = dist.get_rank() == 0
     if first:
         for change in changes:
@@ -122,7 +137,7 @@ def start_run(
     page = partial(write_page, out / "report.html", [out], title=name, running=True, every=seconds)
     run = Run(
         out,
-        recorded_options(cfg),
+        {**asdict(cfg), CONTENTS: contents},
         name=name,
         is_main_process=first,
         trackers=cfg.trackers,

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
+from torch import Tensor
 
 from rlkit.data.samples import Batch
 
 
-def mini_batches(
-    batch: Batch, cfg: Any, step: int, engine: Any, prompts: Sequence[int] | np.ndarray | None = None
-) -> Iterator[Batch]:
+def group_ids_of_all_ranks(group_ids: Tensor, engine: Any) -> np.ndarray:
+    """The numbers in the `group_ids` of all data-parallel ranks, sorted and each once. All ranks call this together."""
+    group = engine.data_parallel_group
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, group_ids.tolist(), group=group)
+    return np.array(sorted(set().union(*of_ranks)), dtype=np.int64)
+
+
+def mini_batches(batch: Batch, cfg: Any, step: int, engine: Any) -> Iterator[Batch]:
     """The mini-batches of `cfg.ppo_epochs` passes over a batch, each made when it is needed.
 
     Every pass shuffles the prompts and splits them into `cfg.mini_batches` parts. A mini-batch has all answers to its
@@ -25,15 +33,14 @@ def mini_batches(
         batch: rows of this rank.
         cfg: options of the recipe.
         step: gives, with `cfg.seed`, the order of the prompts.
-        prompts: `group_ids` of all ranks, each once; by default 0 to `cfg.prompts_per_step` - 1.
     """
     from rlkit.engines.balance import rebalance_across_ranks  # it imports transformers, which takes seconds
 
-    prompts = np.arange(cfg.prompts_per_step) if prompts is None else prompts
     if cfg.mini_batches == 1 or not engine.global_sum(batch.mask.sum()):
         for _ in range(cfg.ppo_epochs):
             yield rebalance_across_ranks(batch, engine.data_parallel_group)
         return
+    prompts = group_ids_of_all_ranks(batch.group_ids, engine)
     for epoch in range(cfg.ppo_epochs):
         shuffled = np.random.default_rng((cfg.seed, step, epoch)).permutation(prompts)
         for first in range(min(cfg.mini_batches, len(shuffled))):

@@ -10,13 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlkit.data import Batch
 from rlkit.engines.distributed import init_distributed
+from rlkit.losses import token_mean
 from rlkit.report.intervals import confidence_interval, intervals
 from rlkit.runs import (
     Answers,
     Prompts,
     evaluate_at_start,
     evaluate_every,
+    global_loss,
     mean_and_error,
     pass_at_k,
     record_evaluation,
@@ -171,7 +174,39 @@ def test_where_nothing_was_judged_the_line_says_so(tmp_path, capsys):
     assert expected in capsys.readouterr().out
 
 
-def train(out, accuracies, *, start=0, killed_in_export=None, saved_only=None, **options):
+def test_without_usable_rows_there_is_no_result(tmp_path, capsys):
+    run = Run(tmp_path, {})
+    record_evaluation(run, Engine(), "before", {"heldout_loss": math.nan}, rows=0, skipped=3)
+    assert "held-out before: there was nothing to evaluate (0 rows)\n" in capsys.readouterr().out
+    found = json.loads((tmp_path / EVAL).read_text())
+    assert (
+        found["evaluations"] == [{"step": 0}] and found["heldout_skipped"] == 3 and "heldout_loss_before" not in found
+    )
+    record_evaluation(run, Engine(), "before", {"heldout_loss": math.nan}, rows=3, skipped=0)  # of a diverged model
+    assert "heldout loss nan" in capsys.readouterr().out
+
+
+def test_a_loss_of_no_row_is_nan():
+    batch = Batch(torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 3, dtype=torch.bool), [])
+    engine = SimpleNamespace(global_sum=lambda x: x)
+
+    def loss_fn(out, mb):
+        return token_mean(-out.logprobs, mb.mask, mb.total_tokens), {"accuracy": mb.mask.double().sum()}
+
+    found = global_loss(engine, loss_fn, {"logprobs": torch.zeros(0, 3)}, batch)
+    assert found.keys() == {"loss", "accuracy"} and all(map(math.isnan, found.values()))
+
+
+@pytest.mark.parametrize("name", ["patience", "keep_best"])
+def test_what_compares_evaluations_needs_a_result(tmp_path, name, capsys):
+    options = {"keep_best": False, "patience": 0, name: 1}
+    with pytest.raises(SystemExit, match=f"--{name}: expected held-out rows with a result, got none; name some with"):
+        train(tmp_path / "run", [math.nan] * 3, rows=0, **options)
+    train(tmp_path / "other", [math.nan] * 3, rows=0, keep_best=False)
+    assert "--evaluate_every: expected held-out rows with a result, got none" in capsys.readouterr().out
+
+
+def train(out, accuracies, *, rows=3, start=0, killed_in_export=None, saved_only=None, **options):
     """A run whose held-out accuracy before training, and after each step, is given.
 
     Args:
@@ -184,7 +219,7 @@ def train(out, accuracies, *, start=0, killed_in_export=None, saved_only=None, *
 
     def evaluate(when):
         found = {"accuracy": accuracies[engine.steps]}
-        record_evaluation(run, engine, when, found, rows=3, skipped=0)
+        record_evaluation(run, engine, when, found, rows=rows, skipped=0)
 
     engine.steps = start
     evaluate_at_start(cfg, run, start, evaluate, engine)

@@ -30,9 +30,9 @@ class RunOfTaskOptions(TaskOptions, RunOptions):
     pass
 
 
-def start(cfg):
+def start(cfg, *rows):
     """A start of the run, up to its first step or to its error."""
-    run = start_run("recipe", cfg, "task")
+    run = start_run("recipe", cfg, "task", *rows)
     run.log(0, {})
     run.close()
     release_directory(run.out)
@@ -63,10 +63,7 @@ def test_a_chat_template_whose_file_has_changed_is_refused(tmp_path, capsys):
     resumed = replace(cfg, resume=True)
     start(resumed)
     file.write_text("{{ messages | tojson }}")
-    digest = r"\(SHA-256 [0-9a-f]{8}\.\.\.\)"
-    expected = (
-        rf"chat_template was '.*mine.jinja {digest}' and is '.*mine.jinja {digest}'; .*--allow_changes chat_template$"
-    )
+    expected = r"but chat_template was fingerprint \w+ and is fingerprint \w+; to .*--allow_changes chat_template$"
     with pytest.raises(ValueError, match=expected):
         start(resumed)
     start(replace(resumed, allow_changes=("chat_template",)))
@@ -98,6 +95,34 @@ def test_what_changes_no_result_is_printed(cfg, capsys):
         "resume: servers was ['a', 'b'] and is ['c']",
         "resume: watchdog was 600.0 and is 0.0",
     ]
+
+
+def test_other_data_is_refused(cfg, tmp_path, capsys):
+    """The order of rows depends on how many there are: rows that were trained on would be held out."""
+    cfg = replace(cfg, out=str(tmp_path / "data"))
+    train, heldout = [{"question": str(i)} for i in range(9)], [{"question": "9"}]
+    start(replace(cfg, resume=False), train, heldout)
+    start(cfg, train, heldout)
+    expected = r"but train was 9 rows, fingerprint \w+ and is 8 rows, fingerprint \w+; .* --allow_changes task$"
+    with pytest.raises(ValueError, match=expected):
+        start(replace(cfg, allow_changes=("heldout_rows",)), train[:8], heldout)
+    with pytest.raises(ValueError, match="but heldout was 1 rows, .*; .* --allow_changes task$"):
+        start(cfg, train, train[:1])
+    assert capsys.readouterr().out == ""
+    start(replace(cfg, allow_changes=("heldout_rows",)), train, train[:1])
+    start(replace(cfg, allow_changes=("task",)), train[:8], heldout)
+    start(cfg, train[:8], heldout)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_run_that_did_not_record_its_data_is_resumed(cfg, tmp_path):
+    path = tmp_path / "run" / CONFIG
+    known = json.loads(path.read_text())
+    del known["contents"]
+    path.write_text(json.dumps(known))
+    start(cfg, [{"question": "1"}], [])
+    with pytest.raises(ValueError, match="but train was 1 rows"):  # recorded now
+        start(cfg, [{"question": "2"}], [])
 
 
 def test_other_lengths_that_change_the_factors_of_longrope_are_refused(tmp_path):

@@ -98,6 +98,18 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tm
     assert evaluate_heldout(sampler, heldout, "after") == []
 
 
+def test_a_task_without_held_out_rows_is_named(tmp_path):
+    """A file of one row has none."""
+    sampler, *_ = evaluating(tmp_path, lambda *_, **__: [], None, "")
+    sampler.cfg.max_failed_rewards = 0.2
+    with pytest.raises(SystemExit, match="^held-out rows: expected at least one, got none; name some with --heldout$"):
+        evaluate_heldout(sampler, Prompts([]), "before")
+    with pytest.raises(
+        SystemExit, match="^held-out answers: expected at least one, got none: 1 rows were skipped, .* a$"
+    ):
+        evaluate_heldout(sampler, Prompts([], ["a"]), "before")
+
+
 def test_heldout_prompts_without_room_for_an_answer_get_none(tmp_path):
     """Rows with given answers are encoded for their loss; the sampler's context of 64 tokens may hold fewer."""
     answered = []

@@ -12,7 +12,7 @@ from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.losses import clipped_policy_loss, token_mean
-from rlkit.runs import mini_batches
+from rlkit.runs import group_ids_of_all_ranks, mini_batches
 
 ONE_RANK = SimpleNamespace(global_sum=lambda x: x, data_parallel_group=None)
 
@@ -53,9 +53,16 @@ def test_every_pass_has_each_prompt_once_with_all_of_its_answers(batch):
     assert first != groups(batch, config(ppo_epochs=1, seed=4), 5, ONE_RANK)
 
 
-def test_prompts_are_those_named(batch):
-    found = groups(batch, config(ppo_epochs=1, mini_batches=2), 0, ONE_RANK, prompts=[1, 3, 6])
+def test_prompts_are_those_of_the_batch(batch):
+    """Saved rollouts, of a run with more prompts per step, have numbers above `prompts_per_step`."""
+    some = batch.select([row for row, group in enumerate(batch.group_ids.tolist()) if group in (1, 3, 6)])
+    found = groups(some, config(ppo_epochs=1, mini_batches=2, prompts_per_step=2), 0, ONE_RANK)
     assert sorted(map(len, found)) == [1, 2] and sorted(sum(found, [])) == [1, 3, 6]
+
+
+def test_group_ids_are_sorted_and_each_once(batch):
+    assert group_ids_of_all_ranks(torch.tensor([5, 2, 5, 90]), ONE_RANK).tolist() == [2, 5, 90]
+    assert group_ids_of_all_ranks(torch.tensor([], dtype=torch.long), ONE_RANK).tolist() == []
 
 
 def test_one_mini_batch_is_the_batch(batch):
