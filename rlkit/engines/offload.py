@@ -67,7 +67,8 @@ class Offloaded:
                 if key not in current or (key, self.host_bytes) not in copied:
                     copy_to_host(storage, self._blocks, self.host_bytes)
                 self.host_bytes += storage.nbytes()
-                _release(storage, self._stream)
+        for storage in storages.values():
+            _release(storage, self._stream)
         self._is_unloaded = True
 
     @torch.no_grad()

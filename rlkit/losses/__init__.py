@@ -49,7 +49,7 @@ All, by family, each a module:
 - supervised: of answers that somebody else wrote. `dft_loss`, `chord_phi_loss`, `chord_mu`
 - router: of mixtures of experts. `load_balancing_loss`
 
-Conventions, said here once and held everywhere in rlkit:
+Conventions, which hold everywhere in rlkit:
 
 - B sequences, T tokens, V vocabulary, H hidden, N packed tokens, G samples per prompt.
 - A per-token tensor is [B, T] and aligned with the token it speaks of: `logprobs[b, t] = log p(tokens[b, t] |

@@ -121,6 +121,10 @@ def _save_engines(cfg: Any, run: Run, extra: dict[str, Any], engines: Mapping[st
     for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
         try:
             engine.save_checkpoint(run.out / folder / f"step_{extra['step']}", extra)
+        except OSError as error:
+            run.stop(str(error))
+    for folder in engines:  # only now: until the last is saved, a resume needs the earlier ones of all
+        try:
             keep_newest(run.out / folder, cfg.keep_checkpoints)
         except OSError as error:
             run.stop(str(error))

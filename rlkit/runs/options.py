@@ -134,8 +134,8 @@ class AdapterOptions:
     freeze_audio_tower: bool = False
     """Do not train the audio tower."""
     freeze: str = ""
-    """Do not train the parameters in whose names this regular expression is found: language_model|visual.blocks leaves
-    the projector of a Qwen2.5-VL."""
+    """Do not train the parameters in whose names this regular expression is found: language_model|lm_head|visual.blocks
+    leaves the projector and the patch embedding of a Qwen2.5-VL."""
     lora_rank: int = 0
     """Rank of LoRA adapters. 0: train the weights themselves."""
     lora_alpha: int = 32

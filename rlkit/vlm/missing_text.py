@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from bisect import bisect, insort
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
-from itertools import chain, takewhile
-from operator import and_
+from itertools import chain
 from typing import Any, NamedTuple
 
 from rlkit.data.messages import THINKING_FIELDS, Message, parts_of, thinking_of
@@ -16,7 +14,6 @@ from rlkit.data.samples import THINKING_TAGS
 
 SYSTEM_ROLES = ("system", "developer")
 FIRST_WINDOW = 256  # letters; most pieces follow the one before them closely
-WORD = re.compile(r"\w+|[^\w\s]")  # or a sign
 
 
 class Piece(NamedTuple):
@@ -36,26 +33,26 @@ def missing_text(
     count, as many templates strip it. Exceptions, for templates that move things:
 
     - System messages may all come first, or those at the beginning before the last message of the user.
-    - The content, thinking and calls of a message may come in any order, also the arguments of a call, and so may those
-      of a message with calls together with the messages of tools that follow it. There only words are looked up.
+    - The parts of a message may come in any order (content, thinking, calls, the arguments of a call), and so may those
+      of a message with calls together with the messages of tools that follow it.
 
     What comes before the first message is searched with it: a short first message that is left out can be found there.
-    The time is linear in the length of the text.
 
     Args:
         processor: for its chat template, of which the message gives advice.
         name: what the error calls the message, if there is one only.
     """
     pieces = [_pieces(one, i, thinking_tags, is_last=i + 1 == len(messages)) for i, one in enumerate(messages)]
-    missing: list[tuple[int, Piece]] = []
-    for order in _orders(messages):
-        blocks = [[*chain.from_iterable(pieces[i] for i in block)] for block in _blocks(messages, order)]
-        found = _first_missing(text, blocks)
-        if found is None:
-            return None
-        missing.append(found)
-    _, piece = sorted(missing, key=lambda one: one[0])[-1]  # of the order in which most is found
-    is_absent = _find(text, piece.value, 0) is None
+    missing = []
+    for in_any_order in (False, True):
+        for order in _orders(messages):
+            found = _first_lost(text, [_joined(pieces, block) for block in _blocks(messages, order)], in_any_order)
+            if found is None:
+                return None
+            if order == [*range(len(messages))]:
+                missing.append(found)
+    is_absent = _find(text, missing[0].value, 0) is None
+    piece = missing[0] if is_absent else missing[1]
     where = name if name and len(messages) == 1 else f"messages[{piece.message_index}]"
     one = messages[piece.message_index]
     return (
@@ -66,14 +63,15 @@ def missing_text(
 
 def _orders(messages: Sequence[Message]) -> Iterator[list[int]]:
     """Orders in which templates write messages, beginning with that of the chat."""
-    of_chat = [*range(len(messages))]
-    yield of_chat
-    system = [i for i in of_chat if messages[i]["role"] in SYSTEM_ROLES]
-    if 0 < len(system) < len(messages):
-        yield sorted(of_chat, key=lambda i: i not in system)
-        leading = [*takewhile(lambda i: i in system, of_chat)]
-        last = max((i for i in of_chat if messages[i]["role"] == "user"), default=len(leading))
-        yield of_chat[len(leading) : last] + leading + of_chat[last:]
+    yield [*range(len(messages))]
+    system = [i for i, one in enumerate(messages) if one["role"] in SYSTEM_ROLES]
+    others = [i for i, one in enumerate(messages) if one["role"] not in SYSTEM_ROLES]
+    if system and others:
+        yield system + others
+        leading = [i for i, j in zip(system, range(len(messages)), strict=False) if i == j]
+        rest = [i for i in range(len(messages)) if i not in leading]
+        last = next((n for n in reversed(range(len(rest))) if messages[rest[n]]["role"] == "user"), 0)
+        yield rest[:last] + leading + rest[last:]
 
 
 def _blocks(messages: Sequence[Message], order: Sequence[int]) -> Iterator[list[int]]:
@@ -87,16 +85,21 @@ def _blocks(messages: Sequence[Message], order: Sequence[int]) -> Iterator[list[
     yield block
 
 
-def _first_missing(text: str, blocks: Sequence[list[Piece]]) -> tuple[int, Piece] | None:
-    """The first block with a piece that does not follow those of earlier blocks, and this piece."""
+def _joined(pieces: Sequence[list[Piece]], block: Sequence[int]) -> list[Piece]:
+    return [*chain.from_iterable(pieces[i] for i in block)]
+
+
+def _first_lost(text: str, blocks: Sequence[list[Piece]], in_any_order: bool) -> Piece | None:
+    """The first piece that does not follow those of earlier blocks."""
     start = 0
-    for n, pieces in enumerate(blocks):
+    for pieces in blocks:
         found = [_end_in_order(text, pieces, start)]
-        if any(piece.field != "content" for piece in pieces):
+        if in_any_order:
             found.append(_end_in_any_order(text, pieces, start))
         ends = [end for end in found if isinstance(end, int)]
-        if not ends and isinstance(missing := found[-1], Piece):
-            return n, missing
+        if not ends:
+            (*_, missing) = found
+            return missing if isinstance(missing, Piece) else None
         start = min(ends)
     return None
 
@@ -112,24 +115,26 @@ def _end_in_order(text: str, pieces: Sequence[Piece], start: int) -> int | Piece
 
 
 def _end_in_any_order(text: str, pieces: Sequence[Piece], start: int) -> int | Piece:
-    """Where the text has had each word as often as the pieces have it, or the piece that lacks most."""
-    words = [_words(piece.value) for piece in pieces]
-    lacking = Counter(chain.from_iterable(words))
-    if not (count := lacking.total()):
-        return start
-    for found in WORD.finditer(text, start):
-        if lacking[found[0]] > 0:
-            lacking[found[0]] -= 1
-            count -= 1
-        if not count:
-            return found.end()
-    return max(zip(words, pieces, strict=True), key=lambda one: sum(lacking[word] for word in set(one[0])))[1]
+    """Where the last of the pieces ends, or the first that has no place of its own.
+
+    Longer pieces are looked up first, as they may contain shorter ones.
+    """
+    taken: list[tuple[int, int]] = []
+    last: dict[str, int] = {}  # equal pieces need not search the same places again
+    for piece in sorted(pieces, key=lambda piece: -len(str(piece.value))):
+        found = _find(text, piece.value, last.get(repr(piece.value), start))
+        while found is not None and (other := _overlapping(taken, found)):
+            found = _find(text, piece.value, other[1])
+        if found is None:
+            return piece
+        insort(taken, found)
+        last[repr(piece.value)] = found[1]
+    return max((end for _, end in taken), default=start)
 
 
-def _words(value: Any) -> list[str]:
-    """Words that are in all forms of a value: what follows an escaped line end is glued to a letter in some."""
-    forms = [WORD.findall(form) for form in _written_forms(value)]
-    return forms[0] if len(forms) == 1 else [*reduce(and_, map(Counter, forms)).elements()]
+def _overlapping(taken: Sequence[tuple[int, int]], span: tuple[int, int]) -> tuple[int, int] | None:
+    n = bisect(taken, span)
+    return next((one for one in taken[max(n - 1, 0) : n + 1] if one[0] < span[1] and span[0] < one[1]), None)
 
 
 def _find(text: str, value: Any, start: int) -> tuple[int, int] | None:
@@ -149,7 +154,7 @@ def _written_forms(value: Any) -> list[str]:
     """How a template may write a value: as it is, or as JSON or Python."""
     if value is None or isinstance(value, bool | int | float):
         return [*{json.dumps(value), str(value)}]
-    quoted = (json.dumps(value, ensure_ascii=False), repr(value)) if isinstance(value, str) else ()
+    quoted = (json.dumps(value, ensure_ascii=False), json.dumps(value), repr(value)) if isinstance(value, str) else ()
     return [*{str(value), *(one[1:-1] for one in quoted)}]
 
 
