@@ -22,6 +22,12 @@ from rlkit.vlm.families import (
 )
 from rlkit.vlm.nf4 import Nf4Linear
 
+# options of peft's LoraConfig with which a layer computes more than W + scale * B A, or a copy of a layer is trained
+BESIDE_LORA = (
+    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication", "use_qalora",
+    "use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
+)  # fmt: skip
+
 Shard = Callable[[Tensor, Tensor], Tensor]  # (full tensor, parameter) -> the tensor, sharded as the parameter is
 
 
@@ -52,6 +58,29 @@ def merged_parameters(
         shard: (full tensor, parameter) -> the tensor, sharded as the parameter is.
     """
     return _in_buckets(_stored_parameters(model, cast), full, bucket_bytes, cast, shard)
+
+
+def check_adapters(model: Any) -> None:
+    """Refuse adapters that have more than LoRA's two matrices: what is sent and exported would lack the rest.
+
+    Args:
+        model: plain, or wrapped by peft.
+
+    Raises:
+        ValueError: names what the adapters have.
+    """
+    has_embeddings = any(".lora_embedding_" in name for name, _ in model.named_parameters())
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        found = [name for name in BESIDE_LORA if getattr(config, name, None)]
+        found += [f"peft_type {config.peft_type.value}"] if config.peft_type != "LORA" else []
+        found += [f"an adapter named {adapter!r}"] if adapter != "default" else []
+        found += ["adapters of embeddings"] if has_embeddings else []
+        if found:
+            raise ValueError(
+                f"model: expected LoRA in an adapter named 'default', such as rlkit.vlm.lora makes, got "
+                f"{', '.join(found)}; merge the adapters by peft's merge_and_unload() and add others, and train other "
+                "weights by requires_grad"
+            )
 
 
 def adapter_parameters(

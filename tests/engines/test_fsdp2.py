@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import pytest
 import torch
 from PIL import Image
@@ -36,6 +37,7 @@ from rlkit.vlm import (
     suppressed_token_ids,
     vision_tower_pattern,
 )
+from rlkit.vlm.checkpoint_weights import checkpoint_parameters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch, make_samples
@@ -601,6 +603,48 @@ def test_weights_and_optimizer_are_on_the_host_between_calls(tiny_dir, processor
         assert torch.equal(plain, offloaded)
     with pytest.raises(ValueError, match="offload_between_phases"):
         engine.to("cpu")
+
+
+def by_peft(tiny_dir, adapter="default", **options):
+    """A model with adapters that peft made, none of whose parts is zero."""
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+    model = peft.get_peft_model(load_model(tiny_dir), peft.LoraConfig(**options), adapter_name=adapter)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 10)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True}, {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 32}}, {"bias": "lora_only"}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_lora_made_by_peft_is_sent_as_it_scores(tiny_dir, processor, options):
+    engine, batch = engine_for(tiny_dir, model=by_peft(tiny_dir, **options)), make_batch(processor)
+    sent, weights = load_model(tiny_dir), dict(engine.get_per_tensor_param())
+    for name, tensor in checkpoint_parameters(sent, sent.named_parameters()):
+        tensor.data.copy_(weights[name])
+    expected = engine_for(tiny_dir, model=sent).infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(engine.infer_batch(batch)["logprobs"], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"adapter": "policy"}, "an adapter named 'policy'"),
+        ({"target_modules": ["embed_tokens"]}, "adapters of embeddings"),
+    ],
+)
+def test_adapters_with_more_than_lora_are_refused(tiny_dir, options, got):
+    """What was sent had other weights than those that scored."""
+    with pytest.raises(ValueError, match=f"^model: expected LoRA in an adapter named 'default', .* got {got}; "):
+        engine_for(tiny_dir, model=by_peft(tiny_dir, **options))
 
 
 def test_adapters_train_in_bfloat16_after_the_reference_has_scored(tiny_dir, processor):

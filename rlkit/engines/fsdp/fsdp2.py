@@ -66,6 +66,7 @@ from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import TopkLogprobs
 from rlkit.vlm.checkpoint_weights import (
     adapter_parameters,
+    check_adapters,
     checkpoint_buffers,
     checkpoint_parameters,
     merged_parameters,
@@ -165,6 +166,7 @@ class Fsdp2Engine(OffloadingEngine):
         self.suppressed_token_ids = None if suppressed_token_ids is None else suppressed_token_ids.to(self.device)
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.has_adapters, self.longest_sequence = self.base is not model, longest_sequence
+        check_adapters(model)
         self._check_head(trains=optimizer is not None)
         self.config = self.base.config
         self.spec = position_spec(self.config)
