@@ -643,7 +643,7 @@ def test_lora_made_by_peft_is_sent_as_it_scores(tiny_dir, processor, options):
 )
 def test_adapters_with_more_than_lora_are_refused(tiny_dir, options, got):
     """What was sent had other weights than those that scored."""
-    with pytest.raises(ValueError, match=f"^model: expected plain LoRA in an adapter named 'default', .* got {got}; "):
+    with pytest.raises(ValueError, match=f"^model: expected LoRA in an adapter named 'default', .* got {got}; "):
         engine_for(tiny_dir, model=by_peft(tiny_dir, **options))
 
 
