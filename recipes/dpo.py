@@ -106,7 +106,8 @@ def needs_reference(cfg: Config) -> bool:
 def pair_loss(out, mb, loss: Callable, cfg: Config):
     """Loss of a micro-batch and its metrics; even rows are chosen answers, odd rows rejected ones.
 
-    The logged margins are log-probability differences of policy and reference, in nats.
+    The logged margins are log-probability differences of policy and reference, in nats; per token
+    for the losses that divide by the answers' lengths.
     """
     score = sequence_mean_logprobs if cfg.normalise_length else sequence_logprobs
     chosen, rejected = mb.mask[0::2], mb.mask[1::2]
@@ -124,6 +125,8 @@ def pair_loss(out, mb, loss: Callable, cfg: Config):
     values = values - sft_coef * sequence_mean_logprobs(out.logprobs[0::2], chosen)
     pairs = mb.total_sequences / 2
     margins = given["chosen"] - given["ref_chosen"], given["rejected"] - given["ref_rejected"]
+    if "chosen_lengths" in signature(loss).parameters:  # its reward is a mean over tokens
+        margins = margins[0] / chosen.sum(1).clamp(1), margins[1] / rejected.sum(1).clamp(1)
     return preference_mean(values, pairs), preference_stats(*margins, pairs)
 
 

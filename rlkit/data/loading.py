@@ -133,7 +133,10 @@ def load_unpaired(name: str, *, allow_outside_files: bool = False) -> Task:
         ValueError: as in `load_task`, or columns of neither kind.
     """
     if not _is_table(name):
-        return map_tables(load_pairs(name), _split_pairs)
+        task = load_task(name)
+        if _are_marked(task.train or task.heldout):
+            return _read_as(task, UNPAIRED)
+        return map_tables(task, lambda rows: _split_pairs(_with_wrong_answers(rows)))
     tables = _tables(name)
     if all({"chosen", "rejected"} <= set(columns_of(table)) for table, *_ in tables.values()):
         return map_tables(_from_tables(name, tables, PAIRS, allow_outside_files), _split_pairs)
@@ -318,11 +321,13 @@ def _read_as(task: Task, kind: Kind) -> Task:
     return task if kind.read is task_row else map_rows(task, lambda row: _read(kind, row))
 
 
-def _split_pairs(rows: Sequence[Row]) -> Sequence[Row]:
-    """Two rows per pair, the chosen answer first; rows that have a label already are unchanged."""
-    if not len(rows) or "label" in rows[0]:
-        return rows
+def _are_marked(rows: Sequence[Row]) -> bool:
+    """Whether a task has single answers with a label; a label without an answer is a column of a pair."""
+    return len(rows) > 0 and {"completion", "label"} <= rows[0].keys()
 
+
+def _split_pairs(rows: Sequence[Row]) -> Rows:
+    """Two rows per pair, the chosen answer first."""
     pairs = as_rows(rows)
 
     def row(i: int) -> Row:

@@ -60,9 +60,10 @@ def parse_options(
         ValueError: a configuration file cannot be read, or has an unknown option.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    _check_renamed([name.partition("=")[0].lstrip("-") for name in arguments if name.startswith("--")])
+    given = {name.partition("=")[0].lstrip("-").replace("-", "_") for name in arguments if name.startswith("--")}
+    _check_renamed(given)
     if file := _config_file(arguments):
-        arguments = [*_file_arguments(file, config), *arguments]
+        arguments = [*_file_arguments(file, config, given), *arguments]
     cfg = _parse(config, description, arguments, {}, program)
     defaults = {name: x for name, x in defaults_of_model(cfg).items() if hasattr(cfg, name)}
     if getattr(cfg, "from_rollouts", ""):
@@ -117,11 +118,12 @@ def _parse(
     return config(**{name: x for group in vars(parsed).values() for name, x in vars(group).items()})
 
 
-def _file_arguments(file: str, config: type) -> list[str]:
+def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str]:
     """The options in a YAML or JSON file, as command-line arguments.
 
     Options of a config.json that concern only its own run are left out, such as `out` and `resume`. So are those that
-    are defaults of its model, such as `lr`, because a run with another model has other ones.
+    are defaults of its model, such as `lr`, because a run with another model has other ones. So is `epochs`, from which
+    `steps` would be computed, if `steps` is given on the command line.
 
     Raises:
         ValueError: the file cannot be read, is not a mapping, or has an option that `config` lacks.
@@ -143,6 +145,8 @@ def _file_arguments(file: str, config: type) -> list[str]:
     names = {option.name for option in fields(config)}
     if unknown := sorted(set(options) - names):
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
+    if "steps" in given:
+        options.pop("epochs", None)
     return [part for name, x in options.items() for part in _as_arguments(name, x)]
 
 

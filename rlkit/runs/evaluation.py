@@ -120,7 +120,8 @@ def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], 
     """Evaluate before training; in a resumed run, repeat what an interruption lost after the step it resumes at.
 
     That is an evaluation that was due, or the export of the best model. What the interrupted run logged after that step
-    is removed, as it is logged again. All ranks call this together.
+    is removed, as it is logged again. If `cfg.patience` ends training at that step, `run.steps` yields none. All ranks
+    call this together.
 
     Args:
         start: number of finished steps.
@@ -140,6 +141,7 @@ def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], 
             evaluate("during")
         if start not in steps or exported != start:
             _keep_if_best(cfg, run, engine)
+        run.ended = _patience_is_over(cfg, run)
 
 
 def _check_results(cfg: Any, run: Run) -> None:
@@ -180,10 +182,14 @@ def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any]
         return False
     evaluate("during")
     _keep_if_best(cfg, run, engine)
+    return _patience_is_over(cfg, run)
+
+
+def _patience_is_over(cfg: Any, run: Run) -> bool:
     best, since = decided_by_rank_0(lambda: best_step(_evaluations(run)))
     stops = 0 < cfg.patience <= since
     if stops and run.is_main_process:
-        run.print(f"no evaluation since step {best} was better: training ends after {finished} steps (--patience)")
+        run.print(f"no evaluation since step {best} was better: training ends after {run.step + 1} steps (--patience)")
     return stops
 
 
@@ -214,11 +220,14 @@ def _score(evaluation: Mapping[str, float]) -> tuple[float, float]:
 def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
     """Export the final model to `best` if its evaluation is the best one, and write `best_step` to eval.json.
 
-    If `best` has the model of another step, because an interruption lost the best one, it is renamed.
+    If `best` has the model of another step, because an interruption lost the best one, it is renamed. If it has none,
+    because `cfg.keep_best` was not given at the best step, a line says so.
     """
     if not getattr(cfg, "keep_best", False) or is_replay():
         return
     best = _keep_if_best(cfg, run, engine)
+    if run.is_main_process and best > 0 and _exported_step(run) is None:
+        run.print(f"the best model, that of step {best}, was not kept: --keep_best was not given then")
     if run.is_main_process and _exported_step(run) not in (best, None):
         aside = run.out / "best.outdated"
         shutil.rmtree(aside, ignore_errors=True)

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,4 +78,5 @@ def with_epochs(cfg: Config, task: Task) -> Config:
     if not cfg.epochs:
         return cfg
     check_range("prompts_per_step", cfg.prompts_per_step, 1)
-    return replace(cfg, steps=math.ceil(cfg.epochs * len(task.train) / cfg.prompts_per_step))
+    epochs = Fraction(str(cfg.epochs))  # as typed: in floats, 2.2 * 100 / 10 is above 22
+    return replace(cfg, steps=math.ceil(epochs * len(task.train) / cfg.prompts_per_step))

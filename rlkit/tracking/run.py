@@ -64,6 +64,8 @@ class Run:
         ValueError: a tracker is unknown or not installed.
     """
 
+    ended = False  # whether no step is left; see rlkit.runs.evaluation.evaluate_at_start
+
     def __init__(
         self,
         out: str | Path,
@@ -128,12 +130,15 @@ class Run:
                 drop_last_rows(path, lambda row: row["step"] >= step + (row.get("kind") == "held-out"))
 
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
-        """Yields the steps from `start` to `stop` - 1, with a progress bar. Removes earlier metrics of these steps."""
+        """Yields the steps from `start` to `stop` - 1, with a progress bar, or none if the run has `ended`.
+
+        Removes earlier metrics of these steps.
+        """
         self.drop_metrics_from(start)
         self.step = start - 1
         self.progress = progress_bar(start, stop, unit=unit, show=self.is_main_process)
         try:
-            for step in range(start, stop):
+            for step in range(start, start if self.ended else stop):
                 self.current_step, self.running_step = f"{unit} {step}: ", step
                 with self.profiler.step(step, self.current_phase) if self.profiler else nullcontext():
                     yield step

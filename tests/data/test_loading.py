@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlkit.data import first_of_sources, load_chats, load_pairs, load_task, load_unpaired, open_stream, with_heldout
+from rlkit.data import (
+    Task,
+    first_of_sources,
+    load_chats,
+    load_pairs,
+    load_task,
+    load_unpaired,
+    open_stream,
+    with_heldout,
+)
+from rlkit.rewards.rules import exact_match
 from rlkit.vlm import encode_prompt, load_processor
 
 
@@ -44,6 +54,30 @@ def test_marked_rows_of_files_and_tasks(tmp_path):
     name = write(tmp_path / "rows.jsonl", [{"prompt": "Q", "completion": "a"}])
     with pytest.raises(ValueError, match="label: expected a column label, got columns"):
         load_unpaired(name)
+
+
+def labelled_pairs():
+    rows = [
+        {"question": f"Q{i}", "images": [], "answer": "a", "chosen": "a", "rejected": "b", "label": 3} for i in "123"
+    ]
+    return Task("labelled", rows[1:], rows[:1], exact_match)
+
+
+def marked_answers():
+    rows = [{"question": f"Q{i}", "images": [], "answer": "a", "completion": i, "label": i == "1"} for i in "123"]
+    return Task("marked", rows[1:], rows[:1], exact_match)
+
+
+def test_pairs_with_a_label_are_pairs(tmp_path):
+    """Only an answer can be marked by a label; that of a pair may be a class or an id."""
+    pairs = [{"prompt": f"Q{i}", "chosen": "a", "rejected": "b", "label": i % 2 == 0} for i in range(4)]
+    for name, count in ((write(tmp_path / "pairs.jsonl", pairs), 4), (f"{__file__}:labelled_pairs", 3)):
+        found = everything(load_unpaired(name))
+        assert (
+            sorted((row["completion"], row["label"]) for row in found) == [("a", True)] * count + [("b", False)] * count
+        )
+    found = everything(load_unpaired(f"{__file__}:marked_answers"))
+    assert sorted((row["completion"], row["label"]) for row in found) == [("1", True), ("2", False), ("3", False)]
 
 
 def test_both_answers_of_a_pair_are_held_out(tmp_path):

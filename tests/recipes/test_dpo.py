@@ -163,6 +163,19 @@ def test_every_loss_prefers_the_chosen_answer(name):
     assert (gradient[1::2, 1:] > gradient[0::2, 1:]).all() and (gradient[:, 0] == 0).all()
 
 
+@pytest.mark.parametrize(("name", "is_preferred"), [("simpo", 1), ("alphapo", 1), ("orpo", 1), ("slic", 0), ("dpo", 0)])
+def test_pairs_are_ranked_as_the_loss_ranks_them(name, is_preferred):
+    """The chosen answer is likelier per token, and less likely as a whole, because it is longer."""
+    recipe = helpers.load("dpo")
+    logprobs = torch.tensor([[0.0, -1.0, -1.0, -1.0], [0.0, -2.0, 0.0, 0.0]])
+    mask = torch.tensor([[False, True, True, True], [False, True, False, False]])
+    batch = Batch(torch.zeros(2, 4, dtype=torch.long), mask, [4, 2]).add(ref_logprobs=torch.zeros(2, 4))
+    cfg = recipe.Config(loss=name)
+    _, stats = recipe.pair_loss(SimpleNamespace(logprobs=logprobs), batch, recipe.loss_function(cfg), cfg)
+    assert stats["preference/accuracy"] == is_preferred
+    assert stats["preference/margin"] == (1 if is_preferred else -1)
+
+
 def test_the_reference_itself_prefers_no_answer():
     """Held-out pairs before training are ties, not the rounding of sums over long answers."""
     recipe = helpers.load("dpo")

@@ -267,6 +267,26 @@ def test_training_ends_when_nothing_is_better_any_more(tmp_path, capsys):
     assert "no evaluation since step 1 was better: training ends after 3 steps" in capsys.readouterr().out
 
 
+def test_a_run_resumed_where_it_should_end_does_not_train(tmp_path, capsys):
+    """It was killed after the evaluation that ends it, or has been given --patience now."""
+    accuracies = [0.1, 0.5, 0.4, 0.3, 0.9]
+    train(tmp_path, accuracies[:4])
+    found, best, steps = train(tmp_path, accuracies, start=3, patience=2)
+    assert (best, steps) == (1, 3) and found["evaluations"][-1]["step"] == 3
+    assert capsys.readouterr().out.count("no evaluation since step 1 was better: training ends after 3 steps") == 1
+    assert train(tmp_path, accuracies, start=3, patience=3)[2] == 4
+
+
+def test_a_best_model_of_before_keep_best_was_given_is_named(tmp_path, capsys):
+    accuracies = [0.1, 0.5, 0.4, 0.3, 0.2]
+    train(tmp_path, accuracies[:4], keep_best=False)
+    found, best, _ = train(tmp_path, accuracies, start=3)
+    assert best is None and found["best_step"] == 1
+    assert "the best model, that of step 1, was not kept" in capsys.readouterr().out
+    train(tmp_path / "worse", [0.9, 0.2, 0.6])  # the best is the model before training
+    assert "not kept" not in capsys.readouterr().out
+
+
 def test_a_resumed_run_has_the_evaluations_of_one_that_was_not_stopped(tmp_path):
     accuracies = [0.1, 0.2, 0.8, 0.4, 0.5]
     whole = train(tmp_path / "whole", accuracies)
@@ -332,7 +352,7 @@ def test_answers_of_lost_steps_are_removed_before_held_out_ones_are_written(tmp_
         with (tmp_path / SAMPLES).open("a") as file:
             file.write(held_out % start)
 
-    cfg = SimpleNamespace(evaluate_every=2, steps=4, keep_best=False)
+    cfg = SimpleNamespace(evaluate_every=2, steps=4, keep_best=False, patience=0)
     evaluate_at_start(cfg, run, start, evaluate, Engine())
     next(run.steps(start, 4))
     rows = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]

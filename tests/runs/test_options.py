@@ -253,3 +253,16 @@ def test_epochs_of_no_prompts_are_refused():
     with pytest.raises(ValueError, match="^prompts_per_step: expected at least 1, got 0$"):
         with_epochs(cfg, SimpleNamespace(train=range(10)))
     assert with_epochs(replace(cfg, prompts_per_step=4), SimpleNamespace(train=range(10))).steps == 3
+    for epochs, rows, per_step, steps in ((2.2, 100, 10, 22), (1.1, 70, 7, 11), (0.1, 30, 1, 3), (1.1, 101, 10, 12)):
+        found = with_epochs(replace(cfg, epochs=epochs, prompts_per_step=per_step), SimpleNamespace(train=range(rows)))
+        assert found.steps == steps  # in floats 2.2 * 100 / 10 is above 22
+
+
+def test_steps_of_the_command_line_take_the_place_of_epochs_of_a_file(tmp_path):
+    (tmp_path / "run.yaml").write_text("epochs: 2.5\nlr: 0.1\n")
+    file = ["--config", str(tmp_path / "run.yaml")]
+    cfg = parse_options(TrainingOptions, "", [*file, "--steps", "7"])
+    assert (cfg.steps, cfg.epochs, cfg.lr) == (7, 0.0, 0.1)
+    assert parse_options(TrainingOptions, "", [*file, "--steps=7"]).epochs == 0
+    assert parse_options(TrainingOptions, "", file).epochs == 2.5
+    assert parse_options(TrainingOptions, "", [*file, "--steps", "7", "--epochs", "1"]).epochs == 1

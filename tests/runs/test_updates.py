@@ -1,5 +1,6 @@
 """Mini-batches of several passes over a batch, against plain loops."""
 
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -12,7 +13,8 @@ from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.losses import clipped_policy_loss, token_mean
-from rlkit.runs import group_ids_of_all_ranks, mini_batches
+from rlkit.runs import group_ids_of_all_ranks, mean_metrics, mini_batches
+from rlkit.tracking import Run
 
 ONE_RANK = SimpleNamespace(global_sum=lambda x: x, data_parallel_group=None)
 
@@ -126,3 +128,33 @@ def test_gradients_are_those_of_a_plain_loop(batch):
         for one, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
         optimizer.step()
+
+
+def test_a_step_with_one_update_of_nan_says_so(tmp_path):
+    """Metrics are means over the updates of a step: half of them were skipped, whichever of the two was."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    engine = make_engine("fsdp2", "language_model", model=model, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    samples = [append_response(prompt_sample([1, 2], group_id=group), [3, 4], [0.0, 0.0]) for group in range(7)]
+
+    def updates(bad):
+        for i, part in enumerate(mini_batches(collate(samples), config(ppo_epochs=1, mini_batches=2), 0, engine)):
+            factor = math.nan if i in bad else 1.0
+
+            def loss_fn(out, mb, factor=factor):
+                loss = token_mean(-out.logprobs, mb.mask, mb.total_tokens)
+                return factor * loss, {"nll": loss.detach(), "size/max": torch.tensor(len(mb.tokens))}
+
+            yield engine.train_batch(part, loss_fn)
+
+    run = Run(tmp_path, {})
+    for step, bad in enumerate(((0,), (1,))):
+        found = list(updates(bad))
+        metrics = mean_metrics(found)
+        assert metrics["skipped_steps"] == 0.5 and math.isnan(metrics["loss"])
+        assert metrics["nll"] == (found[0]["nll"] + found[1]["nll"]) / 2 and metrics["size/max"] == 4
+        run.log(step, metrics)
+        assert run.skipped_in_a_row == 0  # of the steps that only half the updates left out
+    for step, skipped in ((2, 1), (3, 2)):
+        run.log(step, mean_metrics(list(updates((0, 1)))))
+        assert run.skipped_in_a_row == skipped
