@@ -45,6 +45,8 @@ from rlkit.rewards import score_as_written
 from rlkit.rollout import Sampling, measure_mismatch
 from rlkit.rollout.serve import serving
 
+ANSWER_SECONDS = 3600.0  # longest wait for the answers to a step's prompts, and their rewards
+
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
@@ -127,7 +129,7 @@ def request(cfg: Config, prompts_of_steps, submit, step: int):
 
 def judged_answers(prompts, future, failures: Failures) -> runs.Answers:
     """Wait for the answers to a step's prompts, and for their rewards."""
-    generated, rewards, parts, seconds = future.result()
+    generated, rewards, parts, seconds = future.result(timeout=ANSWER_SECONDS)
     return runs.Answers(generated, rewards, parts, prompts.skipped, failures.take(), seconds)
 
 
@@ -144,6 +146,10 @@ def main(cfg: Config) -> None:
 
 def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     with runs.one_sentence_errors("grpo_async"):
+        if cfg.rollout not in ("vllm_server", "sglang"):
+            raise ValueError(
+                f"rollout: expected vllm_server or sglang, which sample during training, got {cfg.rollout}"
+            )
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
         task = runs.load_named_task(cfg, cfg.task)

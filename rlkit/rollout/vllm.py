@@ -248,8 +248,7 @@ class VllmRollout:
         check_kimi_videos(requests, self.config)
         if not self.on_gpu:
             check_image_attention(requests, self.config)
-        inputs = [self._engine_input(request, one, n) for request, one in zip(requests, params, strict=True)]
-        gathered, first = self._gather_inputs(inputs)
+        gathered, first = self._gathered_inputs(requests, params, n)
         groups: dict[int, list[Sample]] = {}
         with self._without_compilation(), closing(self._run_engine(gathered)) as outputs:
             for index, output in outputs:
@@ -288,18 +287,32 @@ class VllmRollout:
         }
         return prompt, params
 
-    def _gather_inputs(self, inputs: list[EngineInput]) -> tuple[list[EngineInput], int]:
+    def _gathered_inputs(
+        self, requests: Sequence[Sample], params: Sequence[Sampling], n: int
+    ) -> tuple[list[EngineInput], int]:
         """Inputs of all ranks that share this engine, and the index of this rank's first one.
 
         Each rank has inputs of its own, because they train on different rows.
+
+        Raises:
+            ValueError: on all of these ranks, if a request of one cannot be made an input.
         """
+
+        def inputs() -> list[EngineInput]:
+            return [self._engine_input(request, one, n) for request, one in zip(requests, params, strict=True)]
+
         if self.group is None:
-            return inputs, 0
-        for prompt, _ in inputs:
-            if is_prepared(prompt):
-                copy_parts(prompt)
+            return inputs(), 0
+        own: list[EngineInput] | ValueError
+        try:
+            own = inputs()
+            copy_parts([prompt for prompt, _ in own if is_prepared(prompt)])
+        except ValueError as error:  # the other ranks wait for this one
+            own = error
         per_rank: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(per_rank, inputs, group=self.group)
+        dist.all_gather_object(per_rank, own, group=self.group)
+        if error := next((part for part in per_rank if isinstance(part, ValueError)), None):
+            raise error
         rank = dist.get_group_rank(self.group, dist.get_rank())
         return [one for part in per_rank for one in part], sum(len(part) for part in per_rank[:rank])
 

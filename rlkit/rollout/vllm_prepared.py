@@ -5,7 +5,7 @@ Otherwise vLLM would prepare them again. Importable without vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,13 +101,20 @@ def is_prepared(prompt: Any) -> bool:
     return prompt.get("type") == "multimodal"
 
 
-def copy_parts(prompt: Any) -> None:
-    """Give each image and video of a prompt tensors of its own; of parts of a tensor, pickle takes the whole tensor."""
-    for items in prompt["mm_kwargs"].values():
-        for item in items:
-            for element in item.values():
-                if isinstance(element.data, torch.Tensor):
-                    element.data = element.data.clone()
+def copy_parts(prompts: Iterable[Any]) -> None:
+    """Give each image and video tensors of its own, shared by the prompts that have it.
+
+    Of a part of a tensor, pickle takes the whole tensor; of a tensor that several prompts share, it takes one.
+    """
+    copies: dict[tuple[str, str], torch.Tensor] = {}
+    for prompt in prompts:
+        for kind, items in prompt["mm_kwargs"].items():
+            for hash_, item in zip(prompt["mm_hashes"][kind], items, strict=True):
+                for name, element in item.items():
+                    if isinstance(element.data, torch.Tensor):
+                        if (hash_, name) not in copies:
+                            copies[hash_, name] = element.data.clone()
+                        element.data = copies[hash_, name]
 
 
 def _tiles(request: Sample, processor: Any) -> dict[str, torch.Tensor]:

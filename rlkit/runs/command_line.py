@@ -61,7 +61,7 @@ def parse_options(
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     given = {name.partition("=")[0].lstrip("-").replace("-", "_") for name in arguments if name.startswith("--")}
-    _check_renamed(given)
+    _check_renamed(given, config)
     if file := _config_file(arguments):
         arguments = [*_file_arguments(file, config, given), *arguments]
     cfg = _parse(config, description, arguments, {}, program)
@@ -141,7 +141,7 @@ def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str
         # as text, because YAML reads 1e-06 as text
         of_model = {x for x in DEPENDING_ON_MODEL & options.keys() if str(options[x]) == str(defaults.get(x))}
         options = {name: x for name, x in options.items() if name not in OF_ONE_RUN | of_model}
-    _check_renamed(options)
+    _check_renamed(options, config)
     names = {option.name for option in fields(config)}
     if unknown := sorted(set(options) - names):
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
@@ -150,9 +150,10 @@ def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str
     return [part for name, x in options.items() for part in _as_arguments(name, x)]
 
 
-def _check_renamed(names: Collection[str]) -> None:
+def _check_renamed(names: Collection[str], config: type[Any]) -> None:
+    known = {option.name for option in fields(config)}
     for old, new in RENAMED.items():
-        if old in names:
+        if old in names and old not in known and new in known:
             raise ValueError(f"{old}: expected --{new}, the new name of this option, got --{old}")
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rlkit.data.samples import Row
 from rlkit.data.tables import as_rows
 from rlkit.rollout.vllm_families import config_or_empty
+from rlkit.runs.command_line import RENAMED
 from rlkit.runs.vllm_options import longest_row
 from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES
 from rlkit.vlm.long_rope import has_long_factors, original_length
@@ -100,6 +101,7 @@ def _changed_options(out: Path, options: Mapping[str, Any], contents: Mapping[st
     if not (_holds_run(out) and (out / CONFIG).exists()):
         return []
     before, now = json.loads((out / CONFIG).read_text()), json.loads(json.dumps(options, default=str))
+    before = {name if name in now else RENAMED.get(name, name): x for name, x in before.items()}
     changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
     refused = [name for name in changed if name not in {*CHANGEABLE, *options["allow_changes"]}]
     if refused:

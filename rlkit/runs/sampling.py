@@ -197,7 +197,7 @@ class PolicySampler:
         if getattr(self.cfg, "router_replay", False) and any(answer.routed_experts is None for answer in answers):
             self.run.stop(
                 f"router_replay: expected answers with the experts that {self.cfg.rollout} chose, got some without; "
-                "start its servers with --enable-return-routed-experts"
+                "servers record them with --enable-return-routed-experts"
             )
 
     def greedy(self, prompts: Prompts, *, training: bool = True) -> Answers:

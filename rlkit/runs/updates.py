@@ -26,8 +26,8 @@ def mini_batches(batch: Batch, cfg: Any, step: int, engine: Any) -> Iterator[Bat
 
     Every pass shuffles the prompts and splits them into `cfg.mini_batches` parts. A mini-batch has all answers to its
     prompts, which are the same on any number of ranks. Its rows are moved so that all ranks have about as many tokens.
-    Mini-batches without a trained token are left out; if the whole batch has none, it is the only mini-batch. All
-    ranks call this together.
+    Mini-batches without a trained token are left out; if the whole batch has none, each pass yields it. All ranks call
+    this together.
 
     Args:
         batch: rows of this rank.

@@ -64,8 +64,6 @@ class Run:
         ValueError: a tracker is unknown or not installed.
     """
 
-    ended = False  # whether no step is left; see rlkit.runs.evaluation.evaluate_at_start
-
     def __init__(
         self,
         out: str | Path,
@@ -93,6 +91,7 @@ class Run:
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
         self.step = 0  # the last step that was logged
+        self.ended = False  # whether no step is left; see rlkit.runs.evaluation.evaluate_at_start
         self.save_last_step: Callable[[], None] | None = None  # until it is saved; see rlkit.runs.checkpoints.save
         self.skipped_in_a_row = 0  # skipped steps at the end of the log
         self.first_mismatch: float | None = None  # of sampler and trainer; see PolicySampler.stop_if_out_of_sync

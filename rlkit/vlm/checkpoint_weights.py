@@ -79,29 +79,6 @@ def check_adapters(model: Any) -> None:
         found += ["adapters of embeddings"] if has_embeddings else []
         if found:
             raise ValueError(
-                f"model: expected plain LoRA in an adapter named 'default', such as rlkit.vlm.lora makes, got "
-                f"{', '.join(found)}; merge the adapters by peft's merge_and_unload() and add others, and train further "
-                "weights by requires_grad"
-            )
-
-
-def check_adapters(model: Any) -> None:
-    """Refuse adapters that have more than LoRA's two matrices: what is sent and exported would lack the rest.
-
-    Args:
-        model: plain, or wrapped by peft.
-
-    Raises:
-        ValueError: names what the adapters have.
-    """
-    has_embeddings = any(".lora_embedding_" in name for name, _ in model.named_parameters())
-    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
-        found = [name for name in BESIDE_LORA if getattr(config, name, None)]
-        found += [f"peft_type {config.peft_type.value}"] if config.peft_type != "LORA" else []
-        found += [f"an adapter named {adapter!r}"] if adapter != "default" else []
-        found += ["adapters of embeddings"] if has_embeddings else []
-        if found:
-            raise ValueError(
                 f"model: expected LoRA in an adapter named 'default', such as rlkit.vlm.lora makes, got "
                 f"{', '.join(found)}; merge the adapters by peft's merge_and_unload() and add others, and train other "
                 "weights by requires_grad"
