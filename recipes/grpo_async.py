@@ -148,7 +148,8 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     with runs.one_sentence_errors("grpo_async"):
         if cfg.rollout not in ("vllm_server", "sglang"):
             raise ValueError(
-                f"rollout: expected vllm_server or sglang, which sample during training, got {cfg.rollout}"
+                "rollout: expected vllm_server or sglang, which sample during training, "
+                f"got {cfg.rollout}"
             )
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains

@@ -62,8 +62,7 @@ def export_checkpoint(run: Path, step: int | None = None, to: Path | None = None
     to = to or run / f"{'critic' if critic else 'model'}_{checkpoint.name}"
     if to.exists():
         raise ValueError(f"to: expected a new directory, got {to}, which exists")
-    start = getattr(cfg, "critic_model", "") if critic else ""
-    path = start or (str(run / "init") if (run / "init").exists() else cfg.model)
+    path = (cfg.critic_model if critic else "") or (str(run / "init") if (run / "init").exists() else cfg.model)
     init_distributed("cpu")
     engine = engine_of_run(cfg, path, checkpoint)
     engine.load_checkpoint(checkpoint)
@@ -76,7 +75,9 @@ def options_of_run(run: Path) -> Any:
     if not (run / CONFIG).exists():
         raise ValueError(f"run: expected the directory of a run, got {run}, which has no {CONFIG}")
     saved = json.loads((run / CONFIG).read_text())
-    cfg = TrainingOptions(**{field.name: saved[field.name] for field in fields(TrainingOptions) if field.name in saved})
+    cfg: Any = TrainingOptions(
+        **{field.name: saved[field.name] for field in fields(TrainingOptions) if field.name in saved}
+    )
     cfg.critic_model = saved.get("critic_model", "")
     return cfg
 

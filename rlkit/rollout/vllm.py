@@ -311,8 +311,8 @@ class VllmRollout:
             own = error
         per_rank: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(per_rank, own, group=self.group)
-        if error := next((part for part in per_rank if isinstance(part, ValueError)), None):
-            raise error
+        if problem := next((part for part in per_rank if isinstance(part, ValueError)), None):
+            raise problem
         rank = dist.get_group_rank(self.group, dist.get_rank())
         return [one for part in per_rank for one in part], sum(len(part) for part in per_rank[:rank])
 

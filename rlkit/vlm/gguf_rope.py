@@ -45,7 +45,10 @@ def restore_rope_scaling(config: Any, file: Path) -> None:
         divisors = torch.tensor(dequantize(found.data, found.tensor_type)).double().flatten()
     scaling = _scaling(fields)
     if tensors or scaling is None or not _is_restored(config, scaling, divisors):
-        got = ", ".join([*sorted(tensors), *(f"{k}={x}" for k, x in fields.items() if "scal" in k)]) or found.name
+        got = (
+            ", ".join([*sorted(tensors), *(f"{k}={x}" for k, x in fields.items() if "scal" in k)])
+            or "rope_freqs.weight"
+        )
         raise ValueError(
             f"model {str(file)!r}: expected RoPE without scaling or with that of llama3, linear or YaRN, got {got}; "
             "pass the model's safetensors"
