@@ -155,9 +155,8 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run(
-            "grpo_async", cfg, task.name, task.train, task.heldout, starts_servers=True
-        )
+        tables = task.train, task.heldout
+        run = runs.start_run("grpo_async", cfg, task.name, *tables, starts_servers=True)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         rollout = build_server_rollout(cfg, run, path, processor, engine, stack)
