@@ -45,8 +45,6 @@ from rlkit.rewards import score_as_written
 from rlkit.rollout import Sampling, measure_mismatch
 from rlkit.rollout.serve import serving
 
-ANSWER_SECONDS = 3600.0  # longest wait for the answers to a step's prompts, and their rewards
-
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
@@ -129,7 +127,7 @@ def request(cfg: Config, prompts_of_steps, submit, step: int):
 
 def judged_answers(prompts, future, failures: Failures) -> runs.Answers:
     """Wait for the answers to a step's prompts, and for their rewards."""
-    generated, rewards, parts, seconds = future.result(timeout=ANSWER_SECONDS)
+    generated, rewards, parts, seconds = future.result()
     return runs.Answers(generated, rewards, parts, prompts.skipped, failures.take(), seconds)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.engines.fsdp.sharding import cast_to_units
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.vlm.loading import compute_as_published
 
@@ -37,7 +36,8 @@ def sampled_copy(
     copy.generation_config = model.generation_config
     use_packed_attention(copy, longest_sequence=longest_sequence)
     compute_as_published(copy)
-    cast_to_units(copy, {}, dtype)
+    for parameter in copy.parameters():
+        parameter.data = parameter.data.to(dtype)
     copy.register_forward_pre_hook(partial(_cast_inputs, dtype=dtype), with_kwargs=True)
     return copy.to(device)
 

@@ -10,7 +10,7 @@ import gc
 import os
 import traceback
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -242,13 +242,7 @@ class VllmRollout:
         """
         if self.asleep:
             raise RuntimeError("generate: expected wake_up() and update_weights(...) before it, got a sleeping engine")
-        params = sampling_per_request(sampling, requests)
-        check_context_length(requests, params, self.max_model_len)
-        check_videos(requests, self.processor, prepared=self.takes_prepared)
-        check_kimi_videos(requests, self.config)
-        if not self.on_gpu:
-            check_image_attention(requests, self.config)
-        gathered, first = self._gathered_inputs(requests, params, n)
+        gathered, first = self._gathered(lambda: self._inputs(requests, sampling, n))
         groups: dict[int, list[Sample]] = {}
         with self._without_compilation(), closing(self._run_engine(gathered)) as outputs:
             for index, output in outputs:
@@ -287,20 +281,24 @@ class VllmRollout:
         }
         return prompt, params
 
-    def _gathered_inputs(
-        self, requests: Sequence[Sample], params: Sequence[Sampling], n: int
-    ) -> tuple[list[EngineInput], int]:
+    def _inputs(self, requests: Sequence[Sample], sampling: Sampling | Sequence[Sampling], n: int) -> list[EngineInput]:
+        """This rank's requests as vLLM takes them, or a ValueError, see `generate`."""
+        params = sampling_per_request(sampling, requests)
+        check_context_length(requests, params, self.max_model_len)
+        check_videos(requests, self.processor, prepared=self.takes_prepared)
+        check_kimi_videos(requests, self.config)
+        if not self.on_gpu:
+            check_image_attention(requests, self.config)
+        return [self._engine_input(request, one, n) for request, one in zip(requests, params, strict=True)]
+
+    def _gathered(self, inputs: Callable[[], list[EngineInput]]) -> tuple[list[EngineInput], int]:
         """Inputs of all ranks that share this engine, and the index of this rank's first one.
 
         Each rank has inputs of its own, because they train on different rows.
 
         Raises:
-            ValueError: on all of these ranks, if a request of one cannot be made an input.
+            ValueError: that of `inputs`, on all of these ranks.
         """
-
-        def inputs() -> list[EngineInput]:
-            return [self._engine_input(request, one, n) for request, one in zip(requests, params, strict=True)]
-
         if self.group is None:
             return inputs(), 0
         own: list[EngineInput] | ValueError

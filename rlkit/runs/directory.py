@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
 from itertools import count, filterfalse, takewhile
@@ -89,9 +90,9 @@ def recorded_contents(cfg: Any, train: Sequence[Row], heldout: Sequence[Row]) ->
     def contents() -> dict[str, str]:
         tables = {"train": as_rows(train), "heldout": as_rows(heldout)}
         found = {name: f"{len(rows)} rows, fingerprint {rows.fingerprint()}" for name, rows in tables.items()}
-        template = Path(getattr(cfg, "chat_template", ""))
-        if template.is_file():  # otherwise an error of `processor_of` says so
-            found["chat_template"] = f"fingerprint {sha256(template.read_bytes()).hexdigest()[:16]}"
+        if template := getattr(cfg, "chat_template", ""):
+            with suppress(OSError):  # an error of `processor_of` says that it cannot be read
+                found["chat_template"] = f"fingerprint {sha256(Path(template).read_bytes()).hexdigest()[:16]}"
         return found
 
     return decided_by_rank_0(contents)
@@ -121,7 +122,7 @@ def _changed_contents(
     changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
     refused = [name for name in changed if not set(ALLOWED_BY[name]) & set(allowed)]
     if refused:
-        described = ", ".join(f"{name} was {changed[name][0]} and is {changed[name][1]}" for name in refused)
+        described = ", ".join(f"{name} had {changed[name][0]}, and now {changed[name][1]}" for name in refused)
         advised = " ".join(dict.fromkeys(ALLOWED_BY[name][0] for name in refused))
         why = "" if refused == ["chat_template"] else "; rows that were trained on may be held out now"
         raise ValueError(

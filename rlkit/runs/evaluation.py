@@ -149,7 +149,10 @@ def _check_results(cfg: Any, run: Run) -> None:
     names = [name for name in ("patience", "keep_best", "evaluate_every") if getattr(cfg, name, 0)]
     if not names or is_replay() or decided_by_rank_0(lambda: best_step(_evaluations(run))[0]) >= 0:
         return
-    problem = f"--{names[0]}: expected held-out rows with a result, got none; name some with --heldout"
+    problem = (
+        f"--{names[0]}: expected a result on the held-out rows, got none; name rows with --heldout, or see why "
+        "none was scored"
+    )
     if names != ["evaluate_every"]:
         run.stop(problem)
     if run.is_main_process:

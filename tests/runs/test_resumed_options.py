@@ -30,6 +30,11 @@ class RunOfTaskOptions(TaskOptions, RunOptions):
     pass
 
 
+@dataclass
+class RunOfEpochs(RunOptions):
+    ppo_epochs: int = 1
+
+
 def start(cfg, *rows):
     """A start of the run, up to its first step or to its error."""
     run = start_run("recipe", cfg, "task", *rows)
@@ -63,7 +68,7 @@ def test_a_chat_template_whose_file_has_changed_is_refused(tmp_path, capsys):
     resumed = replace(cfg, resume=True)
     start(resumed)
     file.write_text("{{ messages | tojson }}")
-    expected = r"but chat_template was fingerprint \w+ and is fingerprint \w+; to .*--allow_changes chat_template$"
+    expected = r"but chat_template had fingerprint \w+, and now fingerprint \w+; to .*--allow_changes chat_template$"
     with pytest.raises(ValueError, match=expected):
         start(resumed)
     start(replace(resumed, allow_changes=("chat_template",)))
@@ -103,10 +108,10 @@ def test_other_data_is_refused(cfg, tmp_path, capsys):
     train, heldout = [{"question": str(i)} for i in range(9)], [{"question": "9"}]
     start(replace(cfg, resume=False), train, heldout)
     start(cfg, train, heldout)
-    expected = r"but train was 9 rows, fingerprint \w+ and is 8 rows, fingerprint \w+; .* --allow_changes task$"
+    expected = r"but train had 9 rows, fingerprint \w+, and now 8 rows, fingerprint \w+; .* --allow_changes task$"
     with pytest.raises(ValueError, match=expected):
         start(replace(cfg, allow_changes=("heldout_rows",)), train[:8], heldout)
-    with pytest.raises(ValueError, match="but heldout was 1 rows, .*; .* --allow_changes task$"):
+    with pytest.raises(ValueError, match="but heldout had 1 rows, .*; .* --allow_changes task$"):
         start(cfg, train, train[:1])
     assert capsys.readouterr().out == ""
     start(replace(cfg, allow_changes=("heldout_rows",)), train, train[:1])
@@ -115,13 +120,23 @@ def test_other_data_is_refused(cfg, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+def test_the_new_name_of_an_option_is_compared_with_the_old_one(tmp_path):
+    cfg = RunOfEpochs(out=str(tmp_path / "run"), resume=True)
+    start(replace(cfg, resume=False))
+    path = tmp_path / "run" / CONFIG
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps({**known, "updates_per_batch": known.pop("ppo_epochs") + 1}))
+    with pytest.raises(ValueError, match="ppo_epochs was 2 and is 1"):
+        start(cfg)
+
+
 def test_a_run_that_did_not_record_its_data_is_resumed(cfg, tmp_path):
     path = tmp_path / "run" / CONFIG
     known = json.loads(path.read_text())
     del known["contents"]
     path.write_text(json.dumps(known))
     start(cfg, [{"question": "1"}], [])
-    with pytest.raises(ValueError, match="but train was 1 rows"):  # recorded now
+    with pytest.raises(ValueError, match="but train had 1 rows"):  # recorded now
         start(cfg, [{"question": "2"}], [])
 
 

@@ -115,8 +115,13 @@ class Fsdp1Engine(Fsdp2Engine):
     @contextmanager
     def gathered(self) -> Iterator[Any]:
         """Yield a copy of the model with full weights in `compute_dtype` on every rank, freed after the context."""
-        weights = dict(self.get_per_tensor_param(dtype=self.compute_dtype))
-        yield sampled_copy(self.base, weights, self.device, self.compute_dtype, self.longest_sequence)
+        yield sampled_copy(  # it alone holds the weights: a local name would keep them while the copy samples
+            self.base,
+            dict(self.get_per_tensor_param(dtype=self.compute_dtype)),
+            self.device,
+            self.compute_dtype,
+            self.longest_sequence,
+        )
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move optimizer state; FSDP1 cannot move its weights.
