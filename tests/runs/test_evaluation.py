@@ -200,10 +200,10 @@ def test_a_loss_of_no_row_is_nan():
 @pytest.mark.parametrize("name", ["patience", "keep_best"])
 def test_what_compares_evaluations_needs_a_result(tmp_path, name, capsys):
     options = {"keep_best": False, "patience": 0, name: 1}
-    with pytest.raises(SystemExit, match=f"--{name}: expected held-out rows with a result, got none; name some with"):
+    with pytest.raises(SystemExit, match=f"--{name}: expected a result on the held-out rows, got none; name rows with"):
         train(tmp_path / "run", [math.nan] * 3, rows=0, **options)
     train(tmp_path / "other", [math.nan] * 3, rows=0, keep_best=False)
-    assert "--evaluate_every: expected held-out rows with a result, got none" in capsys.readouterr().out
+    assert "--evaluate_every: expected a result on the held-out rows, got none" in capsys.readouterr().out
 
 
 def train(out, accuracies, *, rows=3, start=0, killed_in_export=None, saved_only=None, **options):
