@@ -15,6 +15,7 @@ from rlkit.losses import (
     mismatch_stats,
     ratio_stats,
     sequence_mismatch_stats,
+    sequence_ratio_stats,
     token_mean,
     value_stats,
 )
@@ -42,6 +43,26 @@ def ratio(b):
 
     def ours():
         return tuple(x.item() for x in ratio_stats(logprobs, b.old, b.advantages, b.mask).values())
+
+    return {"rlkit": ours, "loop": loop}
+
+
+@group("sequence ratio metrics")
+def sequence_ratio(b):
+    logprobs, advantages = b.logprobs.detach(), b.nested("advantages", "mask")
+
+    def loop():
+        bound, kl, largest = [], [], 0.0
+        for log_ratios, signs, on in zip(ratios_of(b), *advantages, strict=True):
+            s = math.exp(sum(log_ratios) / len(log_ratios))
+            trained = [a for a, t in zip(signs, on, strict=True) if t]
+            bound.append(sum(s > 1 + 4e-4 if a > 0 else a < 0 and s < 1 - 3e-4 for a in trained) / len(trained))
+            kl.append(sum(map(k3, log_ratios)) / len(log_ratios))
+            largest = max(largest, s)
+        return sum(bound) / len(bound), sum(kl) / len(kl), largest
+
+    def ours():
+        return tuple(x.item() for x in sequence_ratio_stats(logprobs, b.old, b.advantages, b.mask).values())
 
     return {"rlkit": ours, "loop": loop}
 

@@ -107,6 +107,10 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
     dist.broadcast_object_list(urls, 0)
     cfg = replace(cfg, servers=tuple(urls[0]))
     rollout = runs.build_rollout(cfg, path, processor, engine, **options)
+    if not hasattr(rollout, "submit"):
+        raise ValueError(
+            f"rollout: expected servers, which sample during training, got {cfg.rollout}"
+        )
     stack.callback(rollout.close)
     return rollout
 
@@ -125,9 +129,10 @@ def request(cfg: Config, prompts_of_steps, submit, step: int):
     return prompts, submit(prompts.samples, sampling, cfg.group_size)
 
 
-def judged_answers(prompts, future, failures: Failures) -> runs.Answers:
+def judged_answers(sampler, prompts, future, failures: Failures) -> runs.Answers:
     """Wait for the answers to a step's prompts, and for their rewards."""
     generated, rewards, parts, seconds = future.result()
+    sampler.check_routing(generated)
     return runs.Answers(generated, rewards, parts, prompts.skipped, failures.take(), seconds)
 
 
@@ -144,11 +149,6 @@ def main(cfg: Config) -> None:
 
 def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     with runs.one_sentence_errors("grpo_async"):
-        if cfg.rollout not in ("vllm_server", "sglang"):
-            raise ValueError(
-                "rollout: expected vllm_server or sglang, which sample during training, "
-                f"got {cfg.rollout}"
-            )
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
         task = runs.load_named_task(cfg, cfg.task)
@@ -179,8 +179,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     run.phase("generate")  # what is waited for
     for step in run.steps(start, cfg.steps):
         prompts, future = requested.popleft()
-        answers = judged_answers(prompts, future, failures)
-        sampler.check_routing(answers.generated)
+        answers = judged_answers(sampler, prompts, future, failures)
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")

@@ -90,7 +90,7 @@ def test_the_modules_of_features_are_those_that_the_extras_install():
         feature.use for feature in machine.FEATURES if not machine.why_unusable(feature._replace(imported=False))
     }
     assert {"--engine fsdp2, fsdp1", "--engine megatron", "--rollout hf", "--rollout vllm", "--lora_rank",
-            "--reward maths, boxed", "a chat model as judge", "--task reasoning_gym:...", "--model FILE.gguf",
+            "--reward maths", "a chat model as judge", "--task reasoning_gym:...", "--model FILE.gguf",
             "--model smollm2", "--trackers tensorboard"} <= installed  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def a_folder(file):
 DAMAGES = {"cut": cut, "emptied": emptied, "first byte": turned(0), "a byte": turned(0.6), "last byte": turned(1)}
 DAMAGES |= {"gone": gone, "a folder": a_folder}
 FILES = ["manifest.json", ".metadata", "__0_0.distcp"]
-RESUME = SimpleNamespace(resume=True, save_every=1, steps=9, max_skipped_steps=10)
+RESUME = SimpleNamespace(resume=True, save_every=1, keep_checkpoints=2, steps=9, max_skipped_steps=10)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_last_step_is_saved_when_training_ends_early(run):
     saved = []
     init_distributed()
     engine = SimpleNamespace(save_checkpoint=lambda path, extra: saved.append((path.name, extra)))
-    cfg = SimpleNamespace(steps=100, save_every=2, max_skipped_steps=0)
+    cfg = SimpleNamespace(steps=100, save_every=2, keep_checkpoints=2, max_skipped_steps=0)
     for step in range(3):
         checkpoints.save(cfg, run, step, {"draws": 10 * step}, checkpoints=engine)
     assert saved == [("step_2", {"step": 2, "draws": 10})]
@@ -195,7 +195,7 @@ def expect_error(kind, function, *args, **options):
 def on_rank():
     init_distributed()
     run = Run(sys.argv[1], {}, is_main_process=dist.get_rank() == 0)
-    cfg = SimpleNamespace(resume=True, save_every=1, steps=9, max_skipped_steps=0)
+    cfg = SimpleNamespace(resume=True, save_every=1, keep_checkpoints=2, steps=9, max_skipped_steps=0)
     for step in range(4):
         checkpoints.save(cfg, run, step, checkpoints=Engine())
     for name in ["__0_0.distcp", "__1_0.distcp", ".metadata"]:

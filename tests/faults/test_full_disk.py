@@ -58,7 +58,7 @@ checkpoint.save(disk / "checkpoints" / "step_2", state, {"step": 2})
 print("later:", checkpoint.read_manifest(disk / "checkpoints" / "step_2"))
 """
 RUN = """
-cfg = SimpleNamespace(save_every=1, steps=9, max_skipped_steps=10)
+cfg = SimpleNamespace(save_every=1, keep_checkpoints=2, steps=9, max_skipped_steps=10)
 class Engine:
     state = {"w": torch.ones(250_000)}
     def save_checkpoint(self, path, extra):

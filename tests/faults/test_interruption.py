@@ -25,6 +25,8 @@ class Config(RunOptions):
     """Steps."""
     save_every: int = 100
     """Steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """Checkpoints that are kept."""
     max_skipped_steps: int = 0
     """Steps that may be skipped."""
 

@@ -30,7 +30,8 @@ class Engine:
 
 def steps_until_it_stops(run, skipped, *, limit, save_every=1):
     """Log and save one step after another; the message, and how many steps were logged."""
-    cfg, engine = SimpleNamespace(max_skipped_steps=limit, save_every=save_every, steps=99), Engine()
+    cfg = SimpleNamespace(max_skipped_steps=limit, save_every=save_every, keep_checkpoints=2, steps=99)
+    engine = Engine()
     for step, metrics in enumerate(skipped):
         run.log(step, metrics)
         try:
@@ -90,7 +91,8 @@ def test_there_is_no_checkpoint_of_weights_that_are_not_finite(value, tmp_path):
 
 
 def test_a_run_ends_with_the_weights_name(run):
-    cfg, engine = SimpleNamespace(max_skipped_steps=3, save_every=1, steps=99), Engine()
+    cfg = SimpleNamespace(max_skipped_steps=3, save_every=1, keep_checkpoints=2, steps=99)
+    engine = Engine()
     engine.state["model"]["layer.weight"][3] = math.nan
     with pytest.raises(SystemExit, match="^the-run: checkpoint .*step_1: expected finite weights, got nan in layer.w"):
         checkpoints.save(cfg, run, 0, checkpoints=engine)

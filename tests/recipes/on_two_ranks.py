@@ -71,7 +71,7 @@ def started_late(root):
     os.chdir(root)  # the default directories are runs/NAME, runs/NAME-2, ...
     if dist.get_rank():
         time.sleep(1)
-    run = Run(claim_directory("", "late", resume=False), {}, writes=dist.get_rank() == 0)
+    run = Run(claim_directory("", "late", resume=False), {}, is_main_process=dist.get_rank() == 0)
     run.drop_metrics_from(0)
     return of_all_ranks(run.out.name)
 

@@ -164,14 +164,14 @@ def test_options_of_the_back_end_count_for_a_server_that_the_recipe_starts(tmp_p
 
     def make(*args, **options):
         made.update(options)
-        return SimpleNamespace(close=lambda: None)
+        return SimpleNamespace(close=lambda: None, submit=None)
 
     init_distributed()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("rlkit.runs.models.make_rollout", make)
     monkeypatch.setattr(recipe, "serving", lambda *args, **options: nullcontext({"http://localhost:1": None}))
     cfg = recipe.Config(rollout_options={"max_sequences": "32", "timeout": "5"})
-    run = SimpleNamespace(writes=True, out=tmp_path, print=lambda text: None)
+    run = SimpleNamespace(is_main_process=True, out=tmp_path, print=lambda text: None)
     engine = SimpleNamespace(model_parallel_group=None, gathered=None, config=LlamaConfig())
     with ExitStack() as stack:
         recipe.build_server_rollout(cfg, run, "model", None, engine, stack)

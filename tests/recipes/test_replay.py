@@ -65,7 +65,7 @@ def test_a_step_is_computed_again_from_its_checkpoint(saved, capsys):
     ("right", "wrong", "first"),
     [
         ("grpo_advantages(batch.rewards", "grpo_advantages(-batch.rewards", "advantages"),
-        ("policy + cfg.kl_coef * kl", "policy + (1 + cfg.kl_coef) * kl", "loss"),
+        ("loss + cfg.kl_coef * kl", "loss + (1 + cfg.kl_coef) * kl", "loss"),
     ],
 )
 def test_a_changed_recipe_is_named(saved, tmp_path, capsys, right, wrong, first):

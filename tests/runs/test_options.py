@@ -64,14 +64,22 @@ def test_the_command_line_gives_a_flat_object():
     )  # fmt: skip
 
 
+@dataclass
+class ConfigWithEpochs(Config):
+    ppo_epochs: int = 1
+    """Passes over each batch."""
+
+
 def test_an_old_name_is_refused_with_the_new_one(tmp_path):
     expected = "updates_per_batch: expected --ppo_epochs, the new name of this option"
     for argument in ("--updates_per_batch", "--updates_per_batch=2"):
         with pytest.raises(ValueError, match=expected):
-            parse_options(Config, "", [argument])
+            parse_options(ConfigWithEpochs, "", [argument])
     (tmp_path / "old.yaml").write_text("updates_per_batch: 2")
     with pytest.raises(ValueError, match=expected):
-        parse_options(Config, "", ["--config", str(tmp_path / "old.yaml")])
+        parse_options(ConfigWithEpochs, "", ["--config", str(tmp_path / "old.yaml")])
+    with pytest.raises(ValueError, match="expected options of this recipe, got updates_per_batch"):
+        parse_options(Config, "", ["--config", str(tmp_path / "old.yaml")])  # which has neither
 
 
 def test_help_is_grouped_by_the_class_that_declares_an_option(capsys, monkeypatch):
