@@ -23,10 +23,10 @@ from rlkit.vlm.families import (
 from rlkit.vlm.nf4 import Nf4Linear
 
 # options of peft's LoraConfig with which a layer computes more than W + scale * B A, or a copy of a layer is trained
-BESIDE_LORA = (
-    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication", "use_qalora",
-    "use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
-)  # fmt: skip
+BESIDE_LORA = """
+use_dora lora_bias modules_to_save trainable_token_indices layer_replication use_qalora use_bdlora
+alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config
+""".split()
 
 Shard = Callable[[Tensor, Tensor], Tensor]  # (full tensor, parameter) -> the tensor, sharded as the parameter is
 
