@@ -470,7 +470,7 @@ def test_a_server_on_a_cpu_has_the_dtype_that_its_family_needs(tmp_path, monkeyp
 def test_images_of_gemma4_are_refused_on_a_cpu_if_they_attend_to_later_tokens(family):
     rollout = VllmRollout.__new__(VllmRollout)
     rollout.asleep, rollout.on_gpu, rollout.max_model_len = False, False, 99
-    rollout.processor, rollout.takes_prepared = None, False
+    rollout.processor, rollout.takes_prepared, rollout.group = None, False, None
     rollout.config = AutoConfig.for_model(family, text_config={"use_bidirectional_attention": "vision"})
     assert not has_bidirectional_images(AutoConfig.for_model(family, text_config={"use_bidirectional_attention": None}))
     with pytest.raises(ValueError, match=f"attend to earlier ones only, .* on a CPU, got {family}; use rollout 'hf'"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlkit.engines.distributed import init_distributed
 from rlkit.rollout.vllm import VllmRollout
 from rlkit.rollout.vllm_prepared import copy_parts
 
@@ -33,9 +34,8 @@ def test_an_image_of_several_prompts_is_copied_and_sent_once():
 
 @pytest.fixture
 def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    init_distributed("cpu")
+    return dist.group.WORLD
 
 
 def test_an_error_is_raised_after_the_exchange(group):
