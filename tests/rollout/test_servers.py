@@ -30,7 +30,7 @@ from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment, serving
 from rlkit.rollout.servers.arrays import arrays_of
 from rlkit.rollout.servers.media import image_data_url
-from rlkit.rollout.servers.pool import ServerPool
+from rlkit.rollout.servers.pool import ServerPool, ServerUnavailable
 from rlkit.rollout.servers.shared_load import SharedLoad
 from rlkit.rollout.servers.weight_transfer import GlooGroup, buckets, send_weights
 from rlkit.rollout.vllm_requests import request_seed
@@ -417,6 +417,40 @@ def test_a_server_comes_back_with_the_next_weights(connect, caplog):
         assert arrived(a, weights(3.0)) and arrived(b, weights(3.0)) and a.version == b.version == "3"
         assert f"{b.url} is available again" in caplog.text
         check(rollout.generate(requests, SAMPLING, n=2), requests, 2)
+
+
+def test_an_update_ends_with_the_servers_that_it_began_with(connect, caplog):
+    """A job's health check in the middle of an update neither adds a server nor takes one away."""
+    with VllmStandin() as a, VllmStandin() as b:
+        rollout = connect(a, b, bucket_bytes=1000)
+        servers = rollout.pool.servers
+        respond = rollout.pool.request
+
+        def silent(at, server):
+            async def request(to, method, path, *rest, **options):
+                if to is server and path == at:
+                    raise ServerUnavailable(f"{to.url}: busy")
+                return await respond(to, method, path, *rest, **options)
+
+            return request
+
+        def gathered(scale, then):
+            for i, named in enumerate(weights(scale)):
+                if i == 7:
+                    rollout.pool.request = then
+                    rollout.pool.run(rollout.pool.check_health(servers[1]))
+                yield named
+
+        rollout.pool.request = silent("/health", servers[1])
+        rollout.update_weights(gathered(1.0, then=respond))  # it is silent at the beginning
+        assert arrived(a, weights()) and not b.calls["/update_weights"] and servers[1].failure
+        assert {s.version for s in rollout.generate(prompts(4), SAMPLING)} == {1}
+        rollout.update_weights(gathered(2.0, then=silent("/health", servers[1])))  # it is silent in the middle
+        assert arrived(a, weights(2.0)) and arrived(b, weights(2.0)) and a.version == b.version == "2"
+        assert b.calls["/resume"] == a.calls["/resume"] - 1
+        rollout.pool.request = respond
+        rollout.update_weights(iter(weights(3.0)))
+        assert arrived(b, weights(3.0)) and not servers[1].failure
 
 
 def test_weights_that_do_not_arrive_stop_everything_until_they_do(connect):

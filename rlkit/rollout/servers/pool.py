@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -182,14 +182,18 @@ class ServerPool:
             raise ServerUnavailable(f"{server.url}{path}: {error or type(error).__name__}") from error
 
     async def request_all(
-        self, method: str, path: str, body: Json | bytes | None = None, *, timeout: float | None = None
-    ) -> Any:
-        """Send the same request to all available servers at once; the first error is raised."""
-        requests = (self.request(server, method, path, body, timeout=timeout) for server in self.available)
-        return await asyncio.gather(*requests)
+        self, servers: Iterable[Server], method: str, path: str, body: Json | bytes | None = None
+    ) -> list[Any]:
+        """Send the same request to these servers at once; the first error is raised."""
+        return await asyncio.gather(*(self.request(server, method, path, body) for server in servers))
 
-    async def check_health(self, server: Server) -> bool:
-        """Whether a server responds. If not, it is excluded from now on; if so, it is available again."""
+    async def check_health(self, server: Server, *, readmit: bool = False) -> bool:
+        """Whether a server is available. One that does not respond is excluded from now on.
+
+        Args:
+            readmit: make an excluded server that responds available again. It may have missed weights, so this is for
+                the beginning of a weight update.
+        """
         try:
             await self.request(server, "GET", self.health_path, timeout=10)
         except (ServerUnavailable, RequestRejected) as error:
@@ -198,9 +202,9 @@ class ServerPool:
                 server.failure_count += 1
             server.failure = str(error)
         else:
-            if server.failure:
+            if server.failure and readmit:
                 log.warning("%s is available again", server.url)
-            server.failure = ""
+                server.failure = ""
         return not server.failure
 
     async def wait_until_up(self, server: Server, timeout: float) -> None:

@@ -115,6 +115,7 @@ class ServerRollout(ABC):
             store=store_of_ranks(),
             rank_and_ranks=(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1),
         )
+        self.receivers = self.pool.servers  # the servers of a weight update, from its beginning to its end
         self.pool.run(self._wait_until_up(connect_timeout))
         error = None
         try:
@@ -318,13 +319,12 @@ class ServerRollout(ABC):
         for _ in weights:  # gathering is a collective, so every rank iterates to the end
             pass
         _raise_on_all_ranks(error)
-        if not sends:
-            self.pool.run(self._check_health())
+        self._exclude_as_rank_0()
         self.update_failed = self.asleep = False
         self.version = self.sent_version = self.version + 1
 
     def _send_weights(self, weights: Weights) -> None:
-        self.pool.run(self._check_health())
+        self._choose_receivers()
         group = self._connected_group()
         self._begin_update()
         try:
@@ -344,8 +344,8 @@ class ServerRollout(ABC):
             raise
 
     def _connected_group(self) -> TransferGroup:
-        """The process group with the available servers. A new one is made if they have changed since the last call."""
-        servers = self.pool.available
+        """The process group with the receivers. A new one is made if they have changed since the last call."""
+        servers = self.receivers
         members = [(server, server.failure_count) for server in servers]
         if self.group is not None and members == self.group_members:
             return self.group
@@ -374,10 +374,10 @@ class ServerRollout(ABC):
         return join_info
 
     async def _abort_update_everywhere(self) -> None:
-        await asyncio.gather(*(self._abort_update(server) for server in self.pool.servers if not server.failure))
+        await asyncio.gather(*(self._abort_update(server) for server in self.receivers if not server.failure))
 
     def _post_all(self, path: str, body: dict[str, Any] | bytes | None = None) -> list[Any]:
-        return self.pool.run(self.pool.request_all("POST", path, body))
+        return self.pool.run(self.pool.request_all(self.receivers, "POST", path, body))
 
     def _post_from_rank_0(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Post to all available servers, from rank 0 only. Servers that no longer respond are excluded."""
@@ -410,8 +410,24 @@ class ServerRollout(ABC):
 
     # --- servers
 
-    async def _check_health(self) -> None:
-        await asyncio.gather(*(self.pool.check_health(server) for server in self.pool.servers))
+    def _choose_receivers(self) -> None:
+        """Choose the servers of a weight update: all that respond, also those that were excluded before."""
+
+        async def check_all() -> None:
+            await asyncio.gather(*(self.pool.check_health(server, readmit=True) for server in self.pool.servers))
+
+        self.pool.run(check_all())
+        self.receivers = self.pool.available
+
+    def _exclude_as_rank_0(self) -> None:
+        """On the other ranks, make the servers available that rank 0 has sent weights, and exclude the rest."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        received = torch.tensor([int(not server.failure) for server in self.pool.servers])
+        dist.broadcast(received, 0)
+        if dist.get_rank():
+            for server, ok in zip(self.pool.servers, received.tolist(), strict=True):
+                server.failure = "" if ok else server.failure or "rank 0 excluded it from a weight update"
 
     async def _wait_until_up(self, timeout: float) -> None:
         async def wait_for(server: Server) -> None:

@@ -192,7 +192,10 @@ class SglangRollout(ServerRollout):
     async def _announce_bucket(self, description: dict[str, list[Any]]) -> None:
         body = {"names": description["names"], "dtypes": description["dtype_names"], "shapes": description["shapes"]}
         await self.pool.request_all(
-            "POST", "/update_weights_from_distributed", {**body, "group_name": GROUP_NAME, "flush_cache": False}
+            self.receivers,
+            "POST",
+            "/update_weights_from_distributed",
+            {**body, "group_name": GROUP_NAME, "flush_cache": False},
         )
 
     def _finish_update(self) -> None:

@@ -148,7 +148,7 @@ class VllmServerRollout(ServerRollout):
 
     def _send_adapter(self, config: Any, weights: Weights) -> None:
         file = serialize_adapter(config, weights)
-        self.pool.run(self._check_health())
+        self._choose_receivers()
         self._pause(ADAPTER_NAME)
         try:
             self._post_all(ADAPTER_ROUTE, file)
@@ -181,7 +181,7 @@ class VllmServerRollout(ServerRollout):
         self._post_all("/start_weight_update")
 
     async def _announce_bucket(self, description: dict[str, list[Any]]) -> None:
-        await self.pool.request_all("POST", "/update_weights", {"update_info": description})
+        await self.pool.request_all(self.receivers, "POST", "/update_weights", {"update_info": description})
 
     def _finish_update(self) -> None:
         self._post_all("/finish_weight_update", {"weight_version": str(self.sent_version)})
