@@ -121,9 +121,9 @@ def group_metrics(engine, penalty, groups, chosen, drawn: int) -> dict[str, floa
     }
 
 
-def judged_share(answers, engine) -> str:
-    total = runs.totals(engine, judged=len(answers.scored), answers=len(answers.rewards))
-    return f"{total['judged']:.0f} of {total['answers']:.0f} answers were judged"
+def scored_share(answers, engine) -> str:
+    total = runs.totals(engine, scored=len(answers.scored), answers=len(answers.rewards))
+    return f"{total['scored']:.0f} of {total['answers']:.0f} answers were scored"
 
 
 def main(cfg: Config) -> None:
@@ -154,7 +154,7 @@ def main(cfg: Config) -> None:
         sampler.stop_if_rewards_failed(answers)
         if not len(groups):
             what = "no group drawn has different rewards, so the run ends here"
-            run.print(f"step {step}: {what}; {judged_share(answers, engine)}")
+            run.print(f"step {step}: {what}; {scored_share(answers, engine)}")
             break
 
         run.phase("train")

@@ -130,9 +130,9 @@ def summaries(answers: list[dict], batches, cfg: Config, run) -> dict[str, dict[
 def worst_answers(answers: list[dict], tasks, cfg: Config, processor) -> list:
     """The 40 greedy answers with the lowest rewards, for the page."""
     shown = []
-    judged = [answer for answer in answers if answer["reward"] is not None]
+    scored = [answer for answer in answers if answer["reward"] is not None]
     unscored = [answer for answer in answers if answer["reward"] is None]
-    for answer in (sorted(judged, key=lambda answer: answer["reward"]) + unscored)[:40]:
+    for answer in (sorted(scored, key=lambda answer: answer["reward"]) + unscored)[:40]:
         row = tasks[cfg.task.index(answer["task"])].heldout[answer["row"]]
         reward = math.nan if answer["reward"] is None else answer["reward"]
         shown.append(replace(encode_prompt(processor, row), text=answer["text"], reward=reward))

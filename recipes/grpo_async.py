@@ -129,7 +129,7 @@ def request(cfg: Config, prompts_of_steps, submit, step: int):
     return prompts, submit(prompts.samples, sampling, cfg.group_size)
 
 
-def judged_answers(sampler, prompts, future, failures: Failures) -> runs.Answers:
+def scored_answers(sampler, prompts, future, failures: Failures) -> runs.Answers:
     """Wait for the answers to a step's prompts, and for their rewards."""
     generated, rewards, parts, seconds = future.result()
     sampler.check_routing(generated)
@@ -179,7 +179,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     run.phase("generate")  # what is waited for
     for step in run.steps(start, cfg.steps):
         prompts, future = requested.popleft()
-        answers = judged_answers(sampler, prompts, future, failures)
+        answers = scored_answers(sampler, prompts, future, failures)
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")

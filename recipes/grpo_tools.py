@@ -117,11 +117,11 @@ def turns_and_aborted(answers, engine):
     messages = [message for sample in answers.scored for message in episode(sample)]
     counts = {
         "turns": sum(message["role"] == "assistant" for message in messages),
-        "judged": len(answers.scored),
+        "scored": len(answers.scored),
         "aborted": sum(sample.finish_reason == "aborted" for sample in answers.generated),
     }
     counts = runs.totals(engine, **counts)
-    return {"turns": counts["turns"] / max(counts["judged"], 1), "aborted": counts["aborted"]}
+    return {"turns": counts["turns"] / max(counts["scored"], 1), "aborted": counts["aborted"]}
 
 
 def transcript(sample) -> str:

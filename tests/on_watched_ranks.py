@@ -12,7 +12,7 @@ from rlkit.tracking import Run
 
 
 def judge_slowly(folder):
-    while not (folder / "judged").exists():
+    while not (folder / "scored").exists():
         time.sleep(0.01)
 
 

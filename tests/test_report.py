@@ -300,7 +300,7 @@ def read_records(path):
 
 
 def some_answers():
-    """Three prompts with two answers each; the second answer to the last one could not be judged."""
+    """Three prompts with two answers each; the second answer to the last one could not be scored."""
     image = Image.new("RGB", (1200, 600), "blue")
     samples, rewards = [], [0.0, 1.0, 0.25, 0.5, 1.0, float("nan")]
     for i in range(6):
@@ -332,7 +332,7 @@ def test_a_step_keeps_all_answers_to_its_first_prompts(tmp_path):
     assert Image.open(tmp_path / name).size == (512, 256) and re.fullmatch(r"images/[0-9a-f]{16}\.webp", name)
 
 
-def test_what_could_not_be_judged_has_no_reward(tmp_path):
+def test_what_could_not_be_scored_has_no_reward(tmp_path):
     samples = some_answers().generated[4:]
     record = prompt_record(
         tmp_path, [replace(s, reward=r) for s, r in zip(samples, (1.0, float("nan")), strict=True)], "", 0

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 class Ranks(NamedTuple):
     out: Path  # the directory of their run
-    seconds: float  # that rank 1 had judged, when `early` was read
+    seconds: float  # that rank 1 had scored, when `early` was read
     early: str  # what rank 0 had written to its standard error by then
     errors: list[str]  # what either wrote in the end
 
@@ -49,7 +49,7 @@ def ranks(tmp_path_factory):
         time.sleep(max(0.0, float(since) + 1.4 - time.time()))  # long enough to see reports that are too frequent
         early = errors[0].read_text()
         seconds = time.time() - float(since)
-        (folder / "judged").touch()
+        (folder / "scored").touch()
         until(lambda: reports(errors[1].read_text(), STUCK))
         (folder / "pipe").write_bytes(b"1")
         assert [process.wait(100) for process in processes] == [0, 0]  # it stops nobody

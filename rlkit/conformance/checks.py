@@ -398,8 +398,8 @@ def equal_rewards(trainer: Any) -> None:
         )
 
 
-@check("group_advantages", "Does a reward of nan (not judged) leave other groups alone?")
-def unjudged_reward(trainer: Any) -> str | None:
+@check("group_advantages", "Does a reward of nan (not scored) leave other groups alone?")
+def unscored_reward(trainer: Any) -> str | None:
     rewards = REWARDS.clone()
     rewards[1] = math.nan
     found = trainer.group_advantages(rewards, PAIRS.clone())

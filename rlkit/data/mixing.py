@@ -120,7 +120,7 @@ def widen_share(share: float, accuracy: float, *, target: float = 0.7, by: float
 
     Args:
         share: of this step, in [0, 1].
-        accuracy: mean reward of this step; nan (nothing could be judged) leaves the share unchanged.
+        accuracy: mean reward of this step; nan (nothing could be scored) leaves the share unchanged.
         target: the accuracy from which on the share grows.
         by: how much it grows.
     """

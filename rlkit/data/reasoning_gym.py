@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym, Apache-2.0): made by programs, judged by them.
+"""Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym, Apache-2.0): made by programs, scored by them.
 
     load_task("reasoning_gym:chain_sum")
     load_task("reasoning_gym:chain_sum,level=2")                  # level 2 of its curriculum

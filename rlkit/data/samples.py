@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 """A row of a task; see `rlkit.data.tasks`."""
 
 Reward = Callable[[str, Row], float | None]
-"""A reward function: (response, row) -> reward; None means that the response could not be judged."""
+"""A reward function: (response, row) -> reward; None means that the response could not be scored."""
 
 THINKING_TAGS = ("<think>", "</think>")
 """What begins and ends the thinking in an answer, unless the row has other `thinking_tags`."""
@@ -118,7 +118,7 @@ class Sample:
         group_id: the same integer for all samples of one prompt.
         number: index of this sample among those of its prompt, from 0; with `group_id` it seeds the sampler.
         text: the decoded response, for reward functions and people; training uses the tokens.
-        reward: nan until judged, and if it could not be judged.
+        reward: nan until scored, and if it could not be scored.
         finish_reason: "stop" (an end token) or "length"; after several turns also "turns" or "aborted".
         version: number of weight updates of the sampler before this sample.
         versions: the version for each of `response_ids`, if weights may change while a sample is generated; `version`

@@ -3,7 +3,7 @@
 A row is a mapping with `question` (text), `images` (a list of paths, bytes or PIL images, possibly empty), `answer`,
 and `where` (its name in error messages: file and row). A chat in `messages` may replace `question`;
 `rlkit.data.formats` reads the formats of files. A reward function is `reward(text, row) -> float | None`; None or nan
-means that the response could not be judged, which is not the same as 0.
+means that the response could not be scored, which is not the same as 0.
 """
 
 from __future__ import annotations

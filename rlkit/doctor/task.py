@@ -132,11 +132,11 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
             wrong = next((other for other in answers if other != right), f"not {right}")
             samples.append(prompt_sample([], text=write(right, wrong), row=row))
         rewards = score(task.reward, samples)
-        judged = rewards[~rewards.isnan()]
-        unscored = f", {len(rows) - len(judged)} not judged" if len(judged) < len(rows) else ""
-        if len(judged):
-            means[form] = judged.mean().item()
-        mean = f"{means[form]:.3g}" if len(judged) else "none"
+        scored = rewards[~rewards.isnan()]
+        unscored = f", {len(rows) - len(scored)} not scored" if len(scored) < len(rows) else ""
+        if len(scored):
+            means[form] = scored.mean().item()
+        mean = f"{means[form]:.3g}" if len(scored) else "none"
         yield Finding(
             f"reward of {form}", f"mean {mean} over {len(rows)} rows{unscored}: {samples[0].text[:60]!r}", None
         )

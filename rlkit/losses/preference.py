@@ -203,7 +203,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    r"""Kahneman-Tversky optimisation, which learns from single answers judged good or bad.
+    r"""Kahneman-Tversky optimisation, which learns from single answers marked good or bad.
 
     $$L = \lambda_D\, \sigma(\beta (z_0 - h)) \text{ if desirable}, \quad \lambda_U\, \sigma(\beta (h - z_0))
     \text{ if not}, \quad h = \log\pi(y) - \log\pi_{ref}(y)$$

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="GiB per GPU. Overrides the data sheet; required for a GPU that is not listed",
     )
     parser.add_argument(
-        "--host_memory", type=float, help="GiB of host memory per machine; default: not known, so not judged"
+        "--host_memory", type=float, help="GiB of host memory per machine; default: not known, so not checked"
     )
     parser.add_argument(
         "--fill_micro_batch",

@@ -29,7 +29,7 @@ class Plan:
     Attributes:
         phases: bytes by phase and kind of tensor; "servers" are those of a GPU that only samples.
         gpu: the GPU that the plan is for.
-        host: bytes of a machine's host memory by purpose, see `rlkit.plan.report.host_memory`; empty if not judged.
+        host: bytes of a machine's host memory by purpose, see `rlkit.plan.report.host_memory`; empty if not known.
         host_limit: how many bytes of host memory a machine has; None if that is not known.
     """
 

@@ -83,19 +83,19 @@ class GRPOTrainer(TrlGRPOTrainer):
         if advantages is not None:
             _refuse(self, REPLACED_BY_ADVANTAGES, "advantages")
         self.own_loss, self.own_advantages = loss, advantages
-        self._judged = torch.zeros(0)
+        self._scored = torch.zeros(0)
 
     def _calculate_rewards(self, inputs: Any, *others: Any) -> Tensor:
-        self._judged = super()._calculate_rewards(inputs, *others)  # [B of all processes, reward functions]
-        return self._judged
+        self._scored = super()._calculate_rewards(inputs, *others)  # [B of all processes, reward functions]
+        return self._scored
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         if self.own_advantages is None:
             return output
-        judged, mode = self._judged, "train" if self.model.training else "eval"
-        rewards = (judged * self.reward_weights.to(judged.device)).nansum(1)
-        rewards = torch.where(judged.isnan().all(1), torch.nan, rewards)
+        scored, mode = self._scored, "train" if self.model.training else "eval"
+        rewards = (scored * self.reward_weights.to(scored.device)).nansum(1)
+        rewards = torch.where(scored.isnan().all(1), torch.nan, rewards)
         size = self.num_generations if mode == "train" else self.num_generations_eval
         given = {"group_ids": torch.arange(len(rewards), device=rewards.device) // size}
         if "lengths" in signature(self.own_advantages).parameters:

@@ -2,7 +2,7 @@
 
 python -m rlkit.replay runs/NAME/rollouts/step_12 [--recipe FILE] [--checkpoint DIR] [options of the recipe]
 
-The saved answers are judged again, and the recipe's file computes advantages, loss and gradient from them. The weights
+The saved answers are scored again, and the recipe's file computes advantages, loss and gradient from them. The weights
 come from the run's newest checkpoint before this step, or from the initial model. Steps in between are recomputed from
 their bundles. Options of the recipe, such as --model or --task, override the saved ones, for example where files have
 other paths on this machine. The exit status is 1 if something differs.

@@ -30,7 +30,7 @@ class Draw:
     """One call of the sampler, with the answers to its prompts.
 
     Attributes:
-        samples: all answers with their rewards; the reward is nan if the answer could not be judged.
+        samples: all answers with their rewards; the reward is nan if the answer could not be scored.
         sampling: fields of `rlkit.rollout.Sampling`.
         phase: "generate", or "evaluate" for ReMax's greedy baseline answers.
         prompts: the prompts. They are not saved, because each answer begins with its prompt.

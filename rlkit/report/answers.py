@@ -44,7 +44,7 @@ def prompt_record(
 
     Args:
         out: the run's directory.
-        samples: the judged answers to one prompt, as rlkit.data.Sample.
+        samples: the scored answers to one prompt, as rlkit.data.Sample.
         kind: "training" or "held-out".
         step: the training step; for held-out prompts, the number of finished steps.
         parts: values of each part of a combined reward, one per sample.

@@ -172,7 +172,7 @@ function bindCurves() {
 
 // --- answers
 
-const judged = (record) => record.answers.map((answer) => answer.reward).filter((x) => typeof x === "number");
+const scored = (record) => record.answers.map((answer) => answer.reward).filter((x) => typeof x === "number");
 const mean = (xs) => xs.length ? xs.reduce((a, b) => a + b, 0) / xs.length : null;
 const promptKey = (record) => JSON.stringify([record.question, record.expected, record.images, record.audios]);
 let shownPrompts = PROMPTS_AT_ONCE;
@@ -181,7 +181,7 @@ function matching() {
   const records = DATA.runs[choice.run]?.answers.prompts || [];
   const text = choice.text.toLowerCase();
   return records.filter((record) => {
-    const rewards = judged(record), average = mean(rewards);
+    const rewards = scored(record), average = mean(rewards);
     const differ = rewards.some((x) => x !== rewards[0]);
     return (!choice.kind || record.kind === choice.kind)
       && (choice.step === "" || record.step === Number(choice.step))
@@ -195,7 +195,7 @@ function matching() {
   });
 }
 
-const lowest = (record) => mean(judged(record)) ?? -Infinity; // what could not be judged comes first
+const lowest = (record) => mean(scored(record)) ?? -Infinity; // what could not be scored comes first
 const ORDERS = {
   newest: (a, b) => b.step - a.step,
   oldest: (a, b) => a.step - b.step,
@@ -211,7 +211,7 @@ function answerTable(answers) {
     const state = answer.reward == null ? "none" : answer.reward > 0 ? "high" : "";
     const cut = answer.finish_reason === "length" ? " … (cut)" : "";
     return element("tr", {},
-      element("td", { className: `number reward ${state}`, textContent: answer.reward == null ? "not judged" : figure(answer.reward) }),
+      element("td", { className: `number reward ${state}`, textContent: answer.reward == null ? "not scored" : figure(answer.reward) }),
       ...parts.map((name) => element("td", { className: "number", textContent: figure(answer.parts?.[name]) })),
       element("td", {}, element("div", { className: "answer-text", textContent: answer.text + cut })),
       element("td", { className: "number", textContent: figure(answer.tokens) }));
@@ -230,7 +230,7 @@ function audioPlayer({ file, seconds }) {
 
 function promptCard(record) {
   const left = element("div");
-  const average = mean(judged(record));
+  const average = mean(scored(record));
   left.append(element("div", { className: "where", textContent: `${record.kind}, step ${record.step} · mean reward ${figure(average)}` }));
   for (const name of record.images) {
     const url = DATA.runs[choice.run].answers.images[name];

@@ -22,12 +22,12 @@ from rlkit.rewards.rules import (
 )
 from rlkit.rewards.scoring import (
     combine,
-    judging_problem,
     part_means,
     reward_stats,
     score,
     score_parts,
     scored,
+    scoring_problem,
     without_thinking,
 )
 
@@ -41,7 +41,7 @@ __all__ = [
     "exact_match",
     "isolated",
     "scored",
-    "judging_problem",
+    "scoring_problem",
     "matches",
     "maths_reward",
     "model_scores",

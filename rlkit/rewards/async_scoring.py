@@ -66,7 +66,7 @@ class RewardScorer:
 
         Returns:
             rewards [B], parts as in `score_parts`, and the seconds during which at least one answer was being scored.
-            A run logs these as `time/judging`; `time/reward` is the time that the run waited.
+            A run logs these as `time/scoring`; `time/reward` is the time that the run waited.
         """
         taken, self.under_way = sorted(self.under_way.items()), {}
         scored = {

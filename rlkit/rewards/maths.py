@@ -5,7 +5,7 @@
 math-verify implements its time limits with `signal.alarm`, which works only in the main thread and reports a time-out
 as a wrong answer. Here it runs in worker processes that do not import torch. A worker that takes too long is killed, so
 the limit holds in any thread, after fork and after spawn. An answer that exceeds the limit or ends its worker is None:
-not judged.
+not scored.
 
 Workers are started when needed, at most one per processor, and are kept. To judge a batch quickly, call the reward from
 several threads (`ThreadPoolExecutor.map`).
@@ -34,7 +34,7 @@ MARKERS = re.compile(r"####|\banswer\s*(?:is|:|=)(?:\*\*)?:?", re.IGNORECASE)
 
 
 def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
-    """1 if the answer's final result is the row's, 0 if it is another one or if there is none, None if not judged.
+    """1 if the answer's final result is the row's, 0 if it is another one or if there is none, None if not scored.
 
     Compares `final_answer(text)` with `final_answer(row["answer"])` by math-verify's rules, which a table of tests pins
     down: equal expressions match in any form; decimals are compared to six places; 25% matches both 0.25 and 25; units

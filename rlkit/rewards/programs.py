@@ -34,7 +34,7 @@ def all_tests_passed(text: str, row: Mapping[str, Any]) -> float:
 
     Raises:
         SandboxError: as `run_python`.
-        ValueError: no tests, or a test of another form. Other assertions would be judged by the program's own process.
+        ValueError: no tests, or a test of another form. Other assertions would be scored by the program's own process.
     """
     return float(all(_passes(text, row)))
 

@@ -1,7 +1,7 @@
 r"""Rewards that plain rules can give: the form of an answer, exact and multiple-choice answers, numbers, words, boxes.
 
 Each is `reward(text, row) -> float | None`, or a function that makes one from its settings. `row["answer"]` is the
-right answer; a row without one is not judged. Each takes time linear in the length of the answer: the regular
+right answer; a row without one is not scored. Each takes time linear in the length of the answer: the regular
 expressions have possessive quantifiers (`*+`) wherever two repetitions could share the same characters. Mathematics is
 in `maths`, programs in `programs`, a model as judge in `judge`.
 """

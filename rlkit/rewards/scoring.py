@@ -4,7 +4,7 @@
     rewards, parts = score_parts(reward, samples)              # [B], and {"right": [B], "format": [B]} for curves
     run.log(step, {**reward_stats(rewards, ids, engine.global_sum), **part_means(parts, engine.global_sum), ...})
 
-A reward is a function `reward(text, row) -> float | None`; None means that the answer could not be judged.
+A reward is a function `reward(text, row) -> float | None`; None means that the answer could not be scored.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ LARGEST = torch.finfo(torch.float32).max
 
 def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failures: Failures | None = None) -> Tensor:
     """[B] float32 rewards; nan where the reward function raised, or returned None, nan or what float32 cannot hold: not
-    judged.
+    scored.
 
     A failure is never turned into a 0. Each distinct error is logged with its traceback once, then counted. A sample
-    that was aborted is not judged.
+    that was aborted is not scored.
 
     Args:
         reward: as of a task.
         samples: prompts with their answers.
         threads: rewards computed at the same time, for rewards that wait for a process or a server (maths, programs, a
             judge).
-        failures: counts the reasons why samples are not judged; by default those of this call.
+        failures: counts the reasons why samples are not scored; by default those of this call.
     """
     counted = Failures("reward") if failures is None else failures
-    judge = partial(_judge, reward, counted)
+    judge = partial(_score_one, reward, counted)
     if threads == 1:  # in this thread: a reward may use signals
         values = [judge(sample) for sample in samples]
     else:
@@ -51,7 +51,7 @@ def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failur
     return torch.tensor(values, dtype=torch.float32)
 
 
-def _judge(reward: Reward, failures: Failures, sample: Sample) -> float:
+def _score_one(reward: Reward, failures: Failures, sample: Sample) -> float:
     if sample.finish_reason == "aborted":  # a tool failed, which says nothing about the policy
         failures.count("an episode aborted by its tool")
         return math.nan
@@ -67,30 +67,30 @@ def _judge(reward: Reward, failures: Failures, sample: Sample) -> float:
 
 
 def scored(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
-    """The samples that could be judged, each with its reward."""
+    """The samples that could be scored, each with its reward."""
     pairs = zip(samples, rewards.tolist(), strict=True)
     return [replace(sample, reward=value) for sample, value in pairs if not math.isnan(value)]
 
 
-def judging_problem(
-    answers: float, judged: float, max_failed_rewards: float, reasons: str = "", skipped: Sequence[str] = ()
+def scoring_problem(
+    answers: float, scored: float, max_failed_rewards: float, reasons: str = "", skipped: Sequence[str] = ()
 ) -> str:
-    """One sentence if too few answers of a batch were judged to go on with it; an empty text if not.
+    """One sentence if too few answers of a batch were scored to go on with it; an empty text if not.
 
     Args:
-        answers, judged: how many answers there are, and how many have a reward, over all ranks.
+        answers, scored: how many answers there are, and how many have a reward, over all ranks.
         max_failed_rewards: largest share of the answers that may have no reward.
         reasons: why some have none: `RewardScorer.reasons`, or `Failures.take()`.
         skipped: why rows have no prompt, from `encode_prompts`.
     """
-    if judged >= max(1.0, (1 - max_failed_rewards) * answers):
+    if scored >= max(1.0, (1 - max_failed_rewards) * answers):
         return ""
     if not answers:
         first = f": {len(skipped)} rows were skipped, the first because of {skipped[0]}" if skipped else ""
         return f"answers: expected at least one, got none{first}"
     why = f": {reasons}" if reasons else ""
     least = f"{1 - max_failed_rewards:.0%}" if max_failed_rewards < 1 else "one"
-    return f"answers: expected at least {least} of {answers:.0f} judged, got {judged:.0f}{why}"
+    return f"answers: expected at least {least} of {answers:.0f} scored, got {scored:.0f}{why}"
 
 
 # --- several parts
@@ -114,7 +114,7 @@ class Combined:
 
 
 def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
-    """sum_k weight_k * reward_k(text, row); None as soon as one part with a weight could not be judged.
+    """sum_k weight_k * reward_k(text, row); None as soon as one part with a weight could not be scored.
 
     Args:
         parts: for each name a weight and a reward. A part with weight 0 is only logged: `score_parts` computes it, and
@@ -160,7 +160,7 @@ def score_parts(
         reward, samples, threads, failures: as in `score`.
 
     Returns:
-        rewards [B] float32, nan where one part with a weight could not be judged; and parts, name -> [B] before its
+        rewards [B] float32, nan where one part with a weight could not be scored; and parts, name -> [B] before its
         weight (empty for a reward that is not combined): a run logs their means, GDPO takes them as they are.
     """
     if not isinstance(reward, Combined):
@@ -195,15 +195,15 @@ def reward_stats(rewards: Tensor, group_ids: Tensor, global_sum: Callable[[Tenso
     reward, which teach nothing where answers are compared with each other.
 
     Args:
-        rewards: [B], of this rank's answers; those that are nan (not judged) are left out.
+        rewards: [B], of this rank's answers; those that are nan (not scored) are left out.
         group_ids: [B], the same integer for all answers to one prompt, which are all on one rank.
         global_sum: the engine's; all ranks call this together.
 
     Returns:
-        Nothing where no rank has an answer that was judged.
+        Nothing where no rank has an answer that was scored.
     """
-    judged = ~rewards.isnan()
-    rewards, ids = rewards[judged].double(), group_ids[judged].unique(return_inverse=True)[1]
+    scored = ~rewards.isnan()
+    rewards, ids = rewards[scored].double(), group_ids[scored].unique(return_inverse=True)[1]
     groups = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.float64)
     best, worst = (groups.scatter_reduce(0, ids, rewards, how, include_self=False) for how in ("amax", "amin"))
     sums = [len(rewards), rewards.sum(), rewards.square().sum(), len(groups)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlkit.data import Sample, group_ids
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.report import prompt_record
-from rlkit.rewards import judging_problem, part_means, reward_stats, scored
+from rlkit.rewards import part_means, reward_stats, scored, scoring_problem
 from rlkit.runs.evaluation import means_of_rows
 from rlkit.tracking import Run
 
@@ -34,11 +34,11 @@ class Answers:
 
     Attributes:
         generated: all answers; answers to the same prompt are adjacent.
-        rewards: [len(generated)], nan where an answer could not be judged.
+        rewards: [len(generated)], nan where an answer could not be scored.
         parts: values [len(generated)] of each part of a combined reward.
         skipped: why rows were skipped.
-        reasons: why answers could not be judged.
-        judging_seconds: time during which at least one answer was being judged.
+        reasons: why answers could not be scored.
+        scoring_seconds: time during which at least one answer was being scored.
     """
 
     generated: list[Sample] = field(default_factory=list)
@@ -46,11 +46,11 @@ class Answers:
     parts: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     reasons: str = ""
-    judging_seconds: float = 0.0
+    scoring_seconds: float = 0.0
 
     @property
     def scored(self) -> list[Sample]:
-        """The answers that could be judged, with their rewards."""
+        """The answers that could be scored, with their rewards."""
         return scored(self.generated, self.rewards)
 
     def __add__(self, more: Answers) -> Answers:
@@ -60,7 +60,7 @@ class Answers:
             {name: torch.cat([part, more.parts[name]]) for name, part in self.parts.items()},
             self.skipped + more.skipped,
             self.reasons or more.reasons,
-            self.judging_seconds + more.judging_seconds,
+            self.scoring_seconds + more.scoring_seconds,
         )
 
 
@@ -84,7 +84,7 @@ def answer_metrics(answers: Answers, engine: Any) -> dict[str, float]:
         "response_length/cut": cut / max(count, 1),
         "unscored": unscored,
         "skipped_rows": skipped,
-        "time/judging": answers.judging_seconds,
+        "time/scoring": answers.scoring_seconds,
     }
 
 
@@ -120,7 +120,7 @@ class LearningWarnings:
             self._warn_once(
                 "equal rewards",
                 f"the answers to each prompt have had equal rewards for {EQUAL_STEPS} steps, from which nothing is "
-                "learned: look at the answers, and at how they are judged (--reward)",
+                "learned: look at the answers, and at how they are scored (--reward)",
             )
         if (cut := metrics["response_length/cut"]) > 0.5:
             at = f"are cut at --max_new_tokens {self.cfg.max_new_tokens}"
@@ -138,31 +138,31 @@ class LearningWarnings:
 
 
 def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
-    """Mean reward of the judged answers over all ranks, and the number of answers that could not be judged.
+    """Mean reward of the scored answers over all ranks, and the number of answers that could not be scored.
 
     Returns:
         `accuracy` with `accuracy_error` and `accuracy_rows`, see `means_of_rows`, and `unscored`. If no answer was
-        judged, as for data without expected answers, only `unscored`. If no answer was generated, an empty dict.
+        scored, as for data without expected answers, only `unscored`. If no answer was generated, an empty dict.
     """
     results = means_of_rows({"accuracy": answers.rewards[~answers.rewards.isnan()].tolist()}, global_sum)
-    generated, judged = count_scored(answers, global_sum)
-    unscored = {"unscored": generated - judged} if generated else {}
-    return {**results, **unscored} if judged else unscored
+    generated, scored = count_scored(answers, global_sum)
+    unscored = {"unscored": generated - scored} if generated else {}
+    return {**results, **unscored} if scored else unscored
 
 
 def count_scored(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:
-    """The number of answers of all ranks, and the number of those that could be judged."""
+    """The number of answers of all ranks, and the number of those that could be scored."""
     counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
-    generated, judged = global_sum(counts.double()).tolist()
-    return generated, judged
+    generated, scored = global_sum(counts.double()).tolist()
+    return generated, scored
 
 
 def too_few_scored(answers: Answers, global_sum: GlobalSum, max_failed_rewards: float) -> str:
-    """Why the run has to stop: more than this share of its answers could not be judged. Empty if it can go on.
+    """Why the run has to stop: more than this share of its answers could not be scored. Empty if it can go on.
 
     With a share of 1, a run never stops.
     """
-    generated, judged = count_scored(answers, global_sum)
+    generated, scored = count_scored(answers, global_sum)
     if max_failed_rewards >= 1:
         return ""
-    return judging_problem(generated, judged, max_failed_rewards, answers.reasons, answers.skipped)
+    return scoring_problem(generated, scored, max_failed_rewards, answers.reasons, answers.skipped)

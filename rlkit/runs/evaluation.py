@@ -112,7 +112,7 @@ def record_evaluation(
         unanswered = f"; rows without an answer: {count:.0f}" if (count := results.get("unanswered", 0)) else ""
         unscored = f"; generated answers without a reward: {count:.0f}" if (count := results.get("unscored", 0)) else ""
         after = f"after {step} steps" if when == "during" else when
-        nothing = "no answer was judged" if rows else "there was nothing to evaluate"
+        nothing = "no answer was scored" if rows else "there was nothing to evaluate"
         run.print(f"held-out {after}: {', '.join(shown) or nothing} ({rows} rows{unanswered}{unscored})")
 
 

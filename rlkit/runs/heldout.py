@@ -9,7 +9,7 @@ import torch
 
 from rlkit.data import Sample
 from rlkit.report import append_records, prompt_record
-from rlkit.rewards import judging_problem
+from rlkit.rewards import scoring_problem
 from rlkit.rollout import Sampling
 from rlkit.rollout.sampling import sample_name
 from rlkit.runs.answers import Answers, Prompts, accuracy, count_scored, too_few_scored
@@ -27,7 +27,7 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
 
     Rows of plain text have no prompt, so no answers are generated for them, and none with `--max_new_tokens 0`. Prompts
     that leave no room for an answer get none either; they are named before training. `unanswered` counts both. The run
-    ends if too few answers can be judged.
+    ends if too few answers can be scored.
 
     Args:
         prompts: this rank's share of the held-out rows, see `PolicySampler.encode`.
@@ -35,7 +35,7 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
         measured: further results on these rows, over all ranks.
 
     Returns:
-        This rank's answers that could be judged, with their rewards.
+        This rank's answers that could be scored, with their rewards.
     """
     if is_replay():
         return []
@@ -74,8 +74,8 @@ def sampled_heldout(sampler: PolicySampler, prompts: Prompts) -> dict[str, float
     """Mean reward and pass@k of `cfg.heldout_samples` answers to each prompt. Rewards of at least 1 are correct.
 
     Returns:
-        `sampled`, over prompts with a judged answer: the mean of each prompt's mean reward. `pass@1`, `pass@2`, ...,
-        over prompts with at least k judged answers. With standard errors and numbers of prompts, see `means_of_rows`.
+        `sampled`, over prompts with a scored answer: the mean of each prompt's mean reward. `pass@1`, `pass@2`, ...,
+        over prompts with at least k scored answers. With standard errors and numbers of prompts, see `means_of_rows`.
     """
     n = getattr(sampler.cfg, "heldout_samples", 0)
     if not n:
@@ -90,17 +90,17 @@ def sampled_heldout(sampler: PolicySampler, prompts: Prompts) -> dict[str, float
     return means_of_rows(values, sampler.engine.global_sum)
 
 
-def keep_heldout(run: Run, judged: Iterable[Sample], step: int) -> None:
+def keep_heldout(run: Run, scored: Iterable[Sample], step: int) -> None:
     """Write rank 0's held-out answers with the lowest rewards to samples.jsonl."""
     if run.is_main_process:
-        worst = sorted(judged, key=lambda sample: sample.reward)[:HELDOUT_KEPT]
+        worst = sorted(scored, key=lambda sample: sample.reward)[:HELDOUT_KEPT]
         append_records(run.out, [prompt_record(run.out, [sample], "held-out", step) for sample in worst])
 
 
 def heldout_problem(sampler: PolicySampler, answers: Answers, prompts: Prompts) -> str:
     """Why the run has to stop after these answers to held-out prompts; empty if it can go on.
 
-    A recipe that does not train on rewards goes on without them, unless `--reward` is given and judged no answer.
+    A recipe that does not train on rewards goes on without them, unless `--reward` is given and scored no answer.
     """
     cfg, global_sum = sampler.cfg, sampler.engine.global_sum
     if hasattr(cfg, "max_failed_rewards"):
@@ -108,7 +108,7 @@ def heldout_problem(sampler: PolicySampler, answers: Answers, prompts: Prompts) 
         if not rows and cfg.max_failed_rewards < 1:
             return "rows: expected at least one, got none; name some with --heldout"
         return too_few_scored(answers, global_sum, cfg.max_failed_rewards)
-    generated, judged = count_scored(answers, global_sum)
-    if cfg.reward and generated and not judged:
-        return judging_problem(generated, judged, 1.0, answers.reasons)
+    generated, scored = count_scored(answers, global_sum)
+    if cfg.reward and generated and not scored:
+        return scoring_problem(generated, scored, 1.0, answers.reasons)
     return ""

@@ -87,7 +87,7 @@ class TaskOptions:
 
 @dataclass
 class RewardOptions:
-    """How generated answers are judged."""
+    """How generated answers are scored."""
 
     reward: str = ""
     """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
@@ -261,7 +261,7 @@ class PolicyOptions(SamplingOptions):
     """Train on the rollouts that another run saved in this directory, without sampling. The reward judges them
     again."""
     keep_rewards: bool = False
-    """With --from_rollouts: use the saved rewards; nothing is judged again."""
+    """With --from_rollouts: use the saved rewards; nothing is scored again."""
 
 
 @dataclass

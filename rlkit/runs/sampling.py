@@ -75,7 +75,7 @@ def encoder_for(cfg: Any, processor: Any) -> PromptEncoder:
 
 
 class PolicySampler:
-    """Generates answers with the current weights of the policy, and has them judged.
+    """Generates answers with the current weights of the policy, and has them scored.
 
     Args:
         cfg: options that include `rlkit.runs.GenerationOptions`, and `PolicyOptions` if the answers are trained on.
@@ -174,7 +174,7 @@ class PolicySampler:
     def sample(
         self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate", training: bool = True
     ) -> Answers:
-        """Sample n answers to each prompt with the weights that the sampling back end has, and have them judged.
+        """Sample n answers to each prompt with the weights that the sampling back end has, and have them scored.
 
         Args:
             training: the answers are trained on. Only these are recorded (`--save_rollouts`), and with
@@ -187,7 +187,7 @@ class PolicySampler:
             generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.scorer.submit)
             if training:
                 self.check_routing(generated)
-            answers = self._judged(prompts, phase, generated)
+            answers = self._scored(prompts, phase, generated)
         if training:
             record_draw(self.run, self.engine, prompts.samples, sampling, phase, answers.generated, answers.rewards)
         return answers
@@ -201,12 +201,12 @@ class PolicySampler:
             )
 
     def greedy(self, prompts: Prompts, *, training: bool = True) -> Answers:
-        """A greedy answer to each prompt with the trainer's current weights, judged."""
+        """A greedy answer to each prompt with the trainer's current weights, scored."""
         sampling = Sampling(self.cfg.max_new_tokens, temperature=0.0)
         return self.sync_and_sample(prompts, sampling, phase="evaluate", training=training)
 
-    def _judged(self, prompts: Prompts, phase: str, generated: list[Sample]) -> Answers:
-        """Wait until all answers are judged, and return them with their rewards."""
+    def _scored(self, prompts: Prompts, phase: str, generated: list[Sample]) -> Answers:
+        """Wait until all answers are scored, and return them with their rewards."""
         self.run.phase("reward" if phase == "generate" else phase)  # waiting for the remaining rewards
         rewards, parts, seconds = self.scorer.result()
         return Answers(generated, rewards, parts, prompts.skipped, self.scorer.reasons, seconds)
@@ -229,10 +229,10 @@ class PolicySampler:
             return Answers(generated, rewards, skipped=prompts.skipped)
         for i, group in enumerate(groups):
             self.scorer.submit(i, group)
-        return self._judged(prompts, phase, generated)
+        return self._scored(prompts, phase, generated)
 
     def stop_if_rewards_failed(self, answers: Answers) -> None:
-        """End the run if more than a share `cfg.max_failed_rewards` of all ranks' answers could not be judged."""
+        """End the run if more than a share `cfg.max_failed_rewards` of all ranks' answers could not be scored."""
         if problem := too_few_scored(answers, self.engine.global_sum, self.cfg.max_failed_rewards):
             self.run.stop(problem)
 

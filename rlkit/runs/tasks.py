@@ -45,7 +45,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         task = with_heldout(task, cfg.heldout, load_any)
     task = replace(task, heldout=_at_most(getattr(cfg, "heldout_rows", 0), task.heldout))
     if isinstance(cfg, RewardOptions):
-        task = replace(task, reward=_judged_as_asked(cfg, task.reward))
+        task = replace(task, reward=_scored_as_asked(cfg, task.reward))
     return with_prompt(
         task,
         system_prompt=cfg.system_prompt,
@@ -66,7 +66,7 @@ def _at_most(count: int, heldout: Sequence[Row]) -> Sequence[Row]:
     return as_rows(heldout)[np.sort(order).tolist()]
 
 
-def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any]) -> Callable[..., Any]:
+def _scored_as_asked(cfg: RewardOptions, reward: Callable[..., Any]) -> Callable[..., Any]:
     """The reward, with --isolate_reward in worker processes, and with --split_thinking without an answer's thinking."""
     if cfg.isolate_reward:
         reward = isolated(reward, seconds=cfg.reward_seconds, memory=int(cfg.reward_memory * 2**30))

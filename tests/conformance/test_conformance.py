@@ -168,7 +168,7 @@ PLANTED = {
     "ragged_groups": planted(group_advantages=groups_of_one_size),
     "singleton_group": loop(lambda group: (group - group.mean()) / (group.std() + 1e-6)),
     "equal_rewards": loop(lambda group: (group - group.mean()) / group.std() if len(group) > 1 else 0 * group),
-    "unjudged_reward": planted(group_advantages=spoiled_by_one_nan),
+    "unscored_reward": planted(group_advantages=spoiled_by_one_nan),
     "generalised_advantages": planted(
         gae=lambda self, rewards, values, mask, gamma, lam: gae(rewards, values, mask, gamma, 1.0).advantages
     ),

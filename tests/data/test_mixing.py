@@ -101,7 +101,7 @@ def test_both_answers_of_a_repeated_pair_are_held_out_once(monkeypatch):
     assert len(first_of_sources(several.heldout)) == 2 * len(mixture.heldout) == len(several.heldout) / 2
 
 
-def test_each_row_is_judged_by_its_own_task():
+def test_each_row_is_scored_by_its_own_task():
     rewards = {"a": 0.25, "b": None, "c": 1.0}
     mixture = mix_tasks([task(name, 5, reward) for name, reward in rewards.items()])
     for row in [*mixture.train, *mixture.heldout]:

@@ -405,7 +405,7 @@ def test_nan_step_is_skipped_and_never_saved(tiny_dir, processor):
 
 @pytest.mark.parametrize("rows", [[], [0, 1]])
 def test_a_batch_without_trained_tokens_changes_nothing(tiny_dir, processor, rows):
-    """No answer of a step could be judged. Moments and weight decay would change the weights otherwise."""
+    """No answer of a step could be scored. Moments and weight decay would change the weights otherwise."""
     engine = engine_for(tiny_dir)
 
     def loss_fn(out, mb):

@@ -1,4 +1,4 @@
-"""A judge's server that is busy, broken, slow, endless or an impostor: nothing is judged, and the key stays secret."""
+"""A judge's server that is busy, broken, slow, endless or an impostor: nothing is scored, and the key stays secret."""
 
 import gzip
 import json
@@ -80,7 +80,7 @@ def _environment(monkeypatch, caplog):
     assert not [record for record in caplog.get_records("call") if KEY in record.getMessage()]
 
 
-def judged(server, **options):
+def scored(server, **options):
     return chat_judge(server.url, "m", **{"retries": 1, "seconds": 60.0, **options})("It is 4.", ROW)
 
 
@@ -89,7 +89,7 @@ def test_a_busy_server_is_asked_again_when_it_says(caplog):
         reply(handler, completion()) if number else reply(handler, b"{}", 429, Retry_After="1")
 
     with Server(plan) as server:
-        assert judged(server) == 0.7
+        assert scored(server) == 0.7
         (*_, first), (*_, second) = server.seen
     assert 1.0 <= second - first < 50.0
 
@@ -97,7 +97,7 @@ def test_a_busy_server_is_asked_again_when_it_says(caplog):
 def test_a_pause_of_a_day_is_not_made():
     with Server(lambda handler, _: reply(handler, b"{}", 429, Retry_After="86400")) as server:
         start = time.monotonic()
-        assert judged(server) is None and len(server.seen) <= 2
+        assert scored(server) is None and len(server.seen) <= 2
     assert time.monotonic() - start < 100
 
 
@@ -120,9 +120,9 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_is_not_judged(name, caplog):
+def test_garbage_is_not_scored(name, caplog):
     with Server(GARBAGE[name]) as server:
-        assert judged(server, retries=0) is None
+        assert scored(server, retries=0) is None
     assert "judge m on row 7: " in caplog.text
 
 
@@ -130,7 +130,7 @@ def test_a_server_that_hangs():
     replies = threading.Event()
     with Server(lambda handler, _: replies.wait(100)) as server:
         start = time.monotonic()
-        assert judged(server, retries=1, seconds=0.5) is None
+        assert scored(server, retries=1, seconds=0.5) is None
         assert time.monotonic() - start < 50
         replies.set()
 
@@ -150,7 +150,7 @@ def test_a_server_that_drips(caplog):
 
     with Server(drip) as server:
         start = time.monotonic()
-        assert judged(server, retries=0, seconds=0.5) is None
+        assert scored(server, retries=0, seconds=0.5) is None
         assert time.monotonic() - start < 50
         enough.set()
     assert "Timeout" in caplog.text
@@ -167,17 +167,17 @@ def test_an_answer_of_500_mb_is_not_read(caplog):
             sent.append(1)
 
     with Server(flood) as server:
-        assert judged(server, retries=0) is None
+        assert scored(server, retries=0) is None
     assert len(sent) < 300
     assert f"expected at most {judge_client.MOST_BYTES} bytes" in caplog.text
     with Server(lambda h, _: reply(h, completion("Score: 7" + " " * (1 << 20)))) as server:
-        assert judged(server) == 0.7  # a long one is
+        assert scored(server) == 0.7  # a long one is
 
 
 def test_an_answer_that_unpacks_to_a_gigabyte_is_not_unpacked(caplog):
     packed = gzip.compress(bytes(64 << 20))
     with Server(lambda h, _: reply(h, packed, Content_Encoding="gzip")) as server:
-        assert judged(server, retries=0) is None
+        assert scored(server, retries=0) is None
     assert "expected an answer without compression, got gzip" in caplog.text
 
 
@@ -187,7 +187,7 @@ def test_a_redirect_is_not_followed(status):
     with Server(lambda h, _: reply(h, completion())) as other:
         away = {"Location": f"{other.url}/chat/completions"}
         with Server(lambda h, _: reply(h, b"", status, **away)) as server:
-            assert judged(server, retries=0) is None and len(server.seen) == 1
+            assert scored(server, retries=0) is None and len(server.seen) == 1
         assert other.seen == []
 
 
@@ -206,10 +206,10 @@ def test_a_wrong_certificate_gets_neither_key_nor_question(certificate, monkeypa
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
     with Server(lambda h, _: reply(h, completion()), context) as server:
-        assert judged(server, retries=0) is None and server.seen == []
+        assert scored(server, retries=0) is None and server.seen == []
         assert "APIConnectionError" in caplog.text
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-        assert judged(server, retries=0) == 0.7 and server.seen[0][1] == f"Bearer {KEY}"
+        assert scored(server, retries=0) == 0.7 and server.seen[0][1] == f"Bearer {KEY}"
 
 
 def test_the_key_is_in_no_file_of_a_run(tmp_path):

@@ -70,7 +70,7 @@ def test_what_one_answer_keeps_takes_no_memory_from_the_next(reward):
 
 
 @pytest.mark.parametrize("text", JUDGED)
-def test_what_does_no_harm_is_judged(text, reward, capfd):
+def test_what_does_no_harm_is_scored(text, reward, capfd):
     assert [reward(text, ROW) for _ in range(3)] == [JUDGED[text]] * 3
     assert capfd.readouterr() == ("", "")
 
@@ -134,7 +134,7 @@ def test_rewards_by_name_can_be_isolated(name):
 
 @dataclass
 class JudgedTaskOptions(RewardOptions, TaskOptions):
-    """Options of a recipe that has answers judged."""
+    """Options of a recipe that has answers scored."""
 
 
 def test_the_option_of_a_run(tmp_path):

@@ -102,7 +102,7 @@ SAMPLES = [prompt_sample([1], text=str(i), group_id=0) for i in range(4)]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39, -1e300, None, "one", [], 10**400])
-def test_a_reward_that_is_no_number_of_a_batch_is_not_judged(bad):
+def test_a_reward_that_is_no_number_of_a_batch_is_not_scored(bad):
     """float32 is what a batch holds: 1e39 is infinite there, and would make its group's advantages nan."""
     rewards = score(lambda text, row: bad if text == "2" else float(text), SAMPLES)
     assert rewards.isnan().tolist() == [False, False, True, False]
@@ -113,7 +113,7 @@ def test_a_reward_that_is_no_number_of_a_batch_is_not_judged(bad):
     )
 
 
-def test_a_sum_of_rewards_that_is_too_large_is_not_judged():
+def test_a_sum_of_rewards_that_is_too_large_is_not_scored():
     reward = combine({"a": (1e20, lambda text, row: 1e30), "b": (1.0, lambda text, row: 0.0)})
     assert score_parts(reward, SAMPLES)[0].isnan().all()
 

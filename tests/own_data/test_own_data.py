@@ -59,7 +59,7 @@ def shown(processor, sample):
     return text, [COLOURS[image.getpixel((5, 5))] for image in sample.images]
 
 
-def judged(reward, row, text):
+def scored(reward, row, text):
     """nan: nobody can tell."""
     return score(reward, [prompt_sample([1], row=row, text=text)]).item()
 
@@ -184,9 +184,9 @@ def test_prompts(name, processor, tmp_path):
     samples = [encode_prompt(reader(processor, name), row) for row in rows]
     collate(samples)  # both tracks agree
     assert shown(processor, samples[0]) == (text, pictures)
-    assert judged(task.reward, rows[0], right) == 1 and judged(task.reward, rows[0], wrong) == 0
-    assert judged(task.reward, rows[1], wrong) in (0.0, 1.0)  # the second has an answer too
-    assert math.isnan(judged(task.reward, rows[2], right))
+    assert scored(task.reward, rows[0], right) == 1 and scored(task.reward, rows[0], wrong) == 0
+    assert scored(task.reward, rows[1], wrong) in (0.0, 1.0)  # the second has an answer too
+    assert math.isnan(scored(task.reward, rows[2], right))
 
 
 FOR_REWARDS = {"words.jsonl", "solutions.jsonl", "verl.jsonl", "verl.parquet", "messages_answer.jsonl"}

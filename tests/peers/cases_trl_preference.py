@@ -45,7 +45,7 @@ def pairs(g):
     return {"logprobs": logprobs, "ref_logprobs": ref, "mask": answers(g)["mask"]}
 
 
-def judged(shift):
+def labelled(shift):
     """Inputs of KTO; by the shift its baseline is above or below 0."""
 
     def inputs(g):
@@ -235,17 +235,17 @@ CASES = [
         dpo("sigmoid", "sft", loss_weights=[0.8, 0.2]),
         lambda x: 0.8 * dpo_loss(*halves(x), BETA).mean() + 0.2 * token_mean(-x.logprobs[:P], x.mask[:P]),
     ),
-    case("kto", judged(0.2), kto(), kto_of_sums),
-    case("kto_kl_below_zero", judged(-0.2), kto(), kto_of_sums),
+    case("kto", labelled(0.2), kto(), kto_of_sums),
+    case("kto_kl_below_zero", labelled(-0.2), kto(), kto_of_sums),
     case(
         "kto_weights",
-        judged(0.1),
+        labelled(0.1),
         kto(desirable_weight=1.2, undesirable_weight=0.6),
         lambda x: kto_of_sums(x, desirable_weight=1.2, undesirable_weight=0.6),
     ),
     case(
         "kto_apo_zero_unpaired",
-        judged(0.0),
+        labelled(0.0),
         kto(loss_type="apo_zero_unpaired"),
         unpaired_apo,
         why="Unpaired APO-zero is KTO's loss with a baseline of 0.",

@@ -191,7 +191,7 @@ def with_host(plan, cfg, monkeypatch, gib):
     return command_line.whole_plan(cfg, Roles(policy=LLAMA), 4, H100, None, options)
 
 
-def test_host_memory_is_judged_if_it_is_known(monkeypatch):
+def test_host_memory_is_checked_if_it_is_known(monkeypatch):
     """Weights and optimizer that are pinned on the host between phases, of four ranks; it was printed only."""
     cfg = config(offload_between_phases=True)
     enough, too_little = (with_host(offloaded(100), cfg, monkeypatch, gib) for gib in (401, 399))
@@ -205,7 +205,7 @@ def test_host_memory_is_judged_if_it_is_known(monkeypatch):
     assert shown["weights and optimizer, between phases"] == 400 << 30
 
 
-def test_images_of_prompts_as_long_as_they_may_be_are_not_judged():
+def test_images_of_prompts_as_long_as_they_may_be_are_not_scored():
     host = {LOADING: 8 << 30, "export, at most": 2 << 30, "images of two steps": 900 << 30}
     plan = replace(plan_of(50, SamplerMemory(0, 0, 2, 2)), host=host, host_limit=9 << 30)
     assert plan.fits and plan.host_peak == 8 << 30

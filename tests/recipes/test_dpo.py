@@ -193,7 +193,7 @@ def test_the_reference_itself_prefers_no_answer():
 
 
 def test_options_of_the_real_thing(start, tmp_path):
-    """The adapters' reference, a loss without one, a file whose rows cannot be judged, and a bad row in it."""
+    """The adapters' reference, a loss without one, a file whose rows cannot be scored, and a bad row in it."""
     lines = []
     for i in range(24):
         Image.new("RGB", (56, 56), (10 * i, 0, 0)).save(tmp_path / f"{i}.png")

@@ -96,7 +96,7 @@ def test_help_names_every_option(capsys):
     helpers.assert_help_names_every_option("evaluate", capsys)
 
 
-def test_unscored_answers_are_shown_after_judged_ones(monkeypatch):
+def test_unscored_answers_are_shown_after_scored_ones(monkeypatch):
     recipe = helpers.load("evaluate")
     monkeypatch.setattr(recipe, "encode_prompt", lambda processor, row: prompt_sample([1], row=row))
     task, cfg = helpers.few_digits(), recipe.Config(task=("few",))

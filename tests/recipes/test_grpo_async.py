@@ -45,7 +45,7 @@ def test_learns_ahead_and_stays_within_its_bound(warm_dir, server, tmp_path):  #
     # seen with AVX2: held-out accuracy 0.462 -> 1.0; without a learning rate 0.462
     assert "Traceback" not in done.stderr and helpers.learned(out)
     rows = read_metrics(out / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(12)) and all(row["time/judging"] > 0 for row in rows)
+    assert [row["step"] for row in rows] == list(range(12)) and all(row["time/scoring"] > 0 for row in rows)
     assert rows[0]["staleness/max"] == 0 and rows[0]["mismatch/abs_dlogp"] < 1e-5  # the weights arrived
     old = [row for row in rows if row["staleness/max"] == 1.0]  # asked for one update before; a late start makes it 0
     assert old and all(row["staleness/max"] <= 1.0 for row in rows)

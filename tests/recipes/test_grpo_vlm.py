@@ -211,7 +211,7 @@ def some_unscored():
     return replace(few_held_out(), reward=shaky)
 
 
-def none_judged():
+def none_scored():
     """But the held-out rows."""
     task = few_held_out()
     heldout = [{**row, "known": True} for row in task.heldout]
@@ -224,14 +224,14 @@ def test_unscored_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, capl
     assert "RuntimeError: judge is down" in caplog.text
     assert all(0 < row["unscored"] < 64 for row in numbers(tmp_path / "some"))
     found = evaluation(tmp_path / "some")
-    not_judged = sum(row["answer"] in "01" for row in few_held_out().heldout)
-    assert found["unscored_before"] == found["unscored_after"] == not_judged > 0
-    judged = found["accuracy_after"] * (60 - not_judged)  # accuracy is over the others alone
-    assert judged == pytest.approx(round(judged)) and round(judged) > 0
+    not_scored = sum(row["answer"] in "01" for row in few_held_out().heldout)
+    assert found["unscored_before"] == found["unscored_after"] == not_scored > 0
+    scored = found["accuracy_after"] * (60 - not_scored)  # accuracy is over the others alone
+    assert scored == pytest.approx(round(scored)) and round(scored) > 0
     with pytest.raises(
-        SystemExit, match="grpo_vlm-digits-seed0: step 0: answers: expected at least 50% of 128 judged, got 0"
+        SystemExit, match="grpo_vlm-digits-seed0: step 0: answers: expected at least 50% of 128 scored, got 0"
     ):
-        run_here("grpo_vlm", *options, "--out", tmp_path / "none", "--task", "test_grpo_vlm:none_judged")
+        run_here("grpo_vlm", *options, "--out", tmp_path / "none", "--task", "test_grpo_vlm:none_scored")
 
 
 def test_vllm_and_megatron_by_a_word_each(short_run, forked_runs):

@@ -23,11 +23,11 @@ SMALL = ["--prompts_per_step", 4, "--group_size", 4, "--steps", 2, "--max_new_to
 
 
 class Observed:
-    """When halves of a batch were written, and when answers were judged; no second half ends before a judgement begins,
+    """When halves of a batch were written, and when answers were scored; no second half ends before a judgement begins,
     unless that does not begin for a minute."""
 
     def __init__(self, monkeypatch):
-        self.halves, self.judged, self.began = [], [], Event()
+        self.halves, self.scored, self.began = [], [], Event()
         generate = HfRollout._generate_batch
 
         def one_half(rollout, module, requests, sampling, n, *rest):
@@ -54,7 +54,7 @@ class Observed:
         start = time.perf_counter()
         self.began.set()
         time.sleep(0.002)
-        self.judged.append((start, time.perf_counter()))
+        self.scored.append((start, time.perf_counter()))
         return exact_match(text, row)
 
 
@@ -81,28 +81,28 @@ def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe,
         assert row["time/train_flops_per_second"] == pytest.approx(row["flops"] / row["time/train"])
         assert row["time/tokens_per_second"] > 0 and "time/mfu" not in row  # there is no peak to compare a CPU with
         assert {"time/weight_sync", "time/generate", "time/reward", "time/train"} <= row.keys()
-        assert row["time/judging"] > 4 * 0.002  # 4 answers one after the other, for each of 4 prompts
+        assert row["time/scoring"] > 4 * 0.002  # 4 answers one after the other, for each of 4 prompts
     assert "time/evaluate" in rows(tmp_path)[0]
     for first, second in zip(observed.halves[::2], observed.halves[1::2], strict=True):
-        assert any(first[0] < start < second[1] for start, _ in observed.judged)  # while others were written
+        assert any(first[0] < start < second[1] for start, _ in observed.scored)  # while others were written
 
 
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [("ppo", []), ("reinforce", []), ("dapo", ["--mini_batches", 1, "--prompts_per_draw", 4, "--overlong_buffer", 0])],
 )
-def test_what_cannot_be_judged_is_left_out_until_it_is_too_much(text_dir, tmp_path, monkeypatch, recipe, options):  # noqa: F811
+def test_what_cannot_be_scored_is_left_out_until_it_is_too_much(text_dir, tmp_path, monkeypatch, recipe, options):  # noqa: F811
     """Two of four prompts, and one of two held-out rows. A reward is 8 or 9: a 0 in place of an unknown one would show
     in the mean."""
     sorting = load_task("sorting")
     sorting = replace(sorting, train=sorting.train[:4], heldout=sorting.heldout[:2])
 
-    def judged(*rows):
+    def scored(*rows):
         known = {row["where"] for row in rows}
         reward = lambda text, row: 8.0 + sum(text.encode()) % 2 if row["where"] in known else None  # noqa: E731
         return lambda: replace(sorting, reward=reward)
 
-    tasks = {"half": judged(*sorting.train[:2], sorting.heldout[0]), "seen": judged(*sorting.heldout), "none": judged()}
+    tasks = {"half": scored(*sorting.train[:2], sorting.heldout[0]), "seen": scored(*sorting.heldout), "none": scored()}
     monkeypatch.setattr(loading, "BUILT_IN", tasks)
     options = ["--model", text_dir, *SMALL, "--steps", 1, *options, "--task"]
     run_here(recipe, *options, "half", "--out", tmp_path / "half", "--max_failed_rewards", 0.5)
@@ -110,7 +110,7 @@ def test_what_cannot_be_judged_is_left_out_until_it_is_too_much(text_dir, tmp_pa
     assert row["unscored"] == 2 * row.get("groups/drawn", 4) and 8 < row["reward/mean"] < 9
     found = evaluation(tmp_path / "half")
     assert found["accuracy_before"] in (8, 9) and found["unscored_before"] == found["unscored_after"] == 1
-    refused = "answers: expected at least 80% of .* judged, got 0: .* x a reward of None"
+    refused = "answers: expected at least 80% of .* scored, got 0: .* x a reward of None"
     with pytest.raises(SystemExit, match=f"{recipe}-sorting-seed0: step 0: {refused}"):
         run_here(recipe, *options, "seen", "--out", tmp_path / "seen")
     with pytest.raises(SystemExit, match=f"{recipe}-sorting-seed0: held-out {refused}"):

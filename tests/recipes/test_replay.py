@@ -105,7 +105,7 @@ def test_training_on_saved_rollouts_is_the_same_run(saved, warm_dir, tmp_path, m
         run_here(*common, "--out", tmp_path / "more", "--steps", 3)
 
 
-def test_rewards_are_judged_again(saved, capsys):
+def test_rewards_are_scored_again(saved, capsys):
     assert replayed(saved / "rollouts" / "step_1", "--task", "test_replay:all_wrong") == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("first difference: rewards: prompt ") and last.endswith("recorded 1, computed 0")

@@ -49,7 +49,7 @@ SPLIT = {  # six of them: the others make their engine by the same line
 SAVED = ["grpo_vlm", "ulysses"]  # each rank has rows of its own; both have the same rows
 STOPPED = {"megatron-sft": 1, "media": 1}  # after so many steps, and resumed
 CASES |= {f"megatron-{n}": (*CASES[n][:2], [*CASES[n][2], *SPLIT_BY[way]]) for n, way in SPLIT.items()}
-# a task whose rewards are parts of 1, and some of which cannot be judged
+# a task whose rewards are parts of 1, and some of which cannot be scored
 PARTS = """
 from dataclasses import replace
 from helpers import few_digits
@@ -134,7 +134,7 @@ def test_two_ranks_evaluate_several_tasks(two_ranks, on_one_rank, start):
     assert found["helpers:few_digits"] == evaluation(alone)["tasks"]["helpers:few_digits"]
     zeros = sum(row["answer"] == "0" for row in helpers.few_digits().heldout[:20])
     assert 0 < zeros < 20
-    assert found[parts]["accuracy"] == 0.5  # over the answers that were judged
+    assert found[parts]["accuracy"] == 0.5  # over the answers that were scored
     assert found[parts]["pass@1"] == 1
     assert found[parts]["unscored"] == 5 * zeros
 

@@ -94,7 +94,7 @@ def test_a_difference_is_named(bundle, name):
     )
 
 
-def test_a_reward_that_could_not_be_judged_stays_so(bundle):
+def test_a_reward_that_could_not_be_scored_stays_so(bundle):
     other = copy.deepcopy(bundle)
     other.draws[0].samples[1] = replace(other.draws[0].samples[1], reward=0.0)
     assert first_difference(bundle, other).name == "rewards"

@@ -48,11 +48,11 @@ def asked_for(*events):
 
 
 class SlowReward:
-    """Rewards on a clock of their own. Prompts 1 and 2 are judged together, in two seconds; two answers meet each time.
+    """Rewards on a clock of their own. Prompts 1 and 2 are scored together, in two seconds; two answers meet each time.
     Prompt 0 is to be written after that; at 10 its judgement begins, and takes two seconds, too."""
 
     def __init__(self, monkeypatch):
-        self.now, self.reads, self.early_ones_are_judged = 0.0, 0, threading.Event()
+        self.now, self.reads, self.early_ones_are_scored = 0.0, 0, threading.Event()
         self.meeting, self.main, self.lock = threading.Barrier(2, self.tick, DEADLINE), [], threading.Lock()
         monkeypatch.setattr(async_scoring, "time", SimpleNamespace(time=self.clock))
 
@@ -62,7 +62,7 @@ class SlowReward:
             found = self.now
             if self.reads == 4:  # two beginnings and two ends
                 self.now = 10.0
-                self.early_ones_are_judged.set()
+                self.early_ones_are_scored.set()
             return found
 
     def tick(self):
@@ -77,17 +77,17 @@ class SlowReward:
         return float(text)
 
 
-def test_answers_are_judged_while_others_are_generated(monkeypatch):
+def test_answers_are_scored_while_others_are_generated(monkeypatch):
     sampler, slow = Sampler(), SlowReward(monkeypatch)
     submit = score_as_written(sampler.submit, slow, threads=2)
-    prompts = asked_for(slow.early_ones_are_judged, None, None)
+    prompts = asked_for(slow.early_ones_are_scored, None, None)
     samples, rewards, parts, seconds = submit(prompts, None, n=2).result(DEADLINE)
     assert [sample.text for sample in samples] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"] and parts == {}
     torch.testing.assert_close(rewards, torch.tensor([0.0, 0.1, 1.0, 1.1, 2.0, 2.1]))
     assert seconds == 4.0 and not any(slow.main)  # work of two threads counts once, and the time between not at all
 
 
-def test_judging_in_the_background_gives_what_score_parts_gives():
+def test_scoring_in_the_background_gives_what_score_parts_gives():
     reward = combine({"one": (1.0, lambda text, row: float(text)), "nan": (0.0, fails)})
     submit = score_as_written(Sampler().submit, reward)
     samples, rewards, parts, _ = submit(asked_for(None, None), None, n=2).result(DEADLINE)
@@ -146,7 +146,7 @@ def test_a_scorer_gives_what_score_parts_gives_in_the_order_of_the_prompts(threa
 def test_a_scorer_works_during_generation(monkeypatch):
     slow = SlowReward(monkeypatch)
     scorer = RewardScorer(slow, threads=2)
-    write(scorer, asked_for(slow.early_ones_are_judged, None, None))
+    write(scorer, asked_for(slow.early_ones_are_scored, None, None))
     rewards, _, seconds = scorer.result()
     torch.testing.assert_close(rewards, torch.tensor([0.0, 0.1, 1.0, 1.1, 2.0, 2.1]))
     assert seconds == 4.0 and not any(slow.main)

@@ -49,7 +49,7 @@ def test_final_answer(text, expected):
     assert final_answer(text) == expected
 
 
-def test_unreadable_gold_is_not_judged():
+def test_unreadable_gold_is_not_scored():
     assert maths_reward(r"\boxed{\foo{3} \bar}", {"answer": r"\foo{3} \bar"}) == 1.0
     assert maths_reward(r"\boxed{3}", {"answer": r"\frac{}{\sqrt{"}) is None
     for row in ({}, {"answer": None}, {"answer": " "}):
@@ -57,7 +57,7 @@ def test_unreadable_gold_is_not_judged():
             maths_reward("1", {**row, "where": "file row 3"})
 
 
-def judged_in_a_thread(hangs: str, seconds: float) -> list[float | None]:
+def scored_in_a_thread(hangs: str, seconds: float) -> list[float | None]:
     maths.SECONDS = seconds
     with ThreadPoolExecutor(3) as pool:
         texts = [r"\boxed{\frac{2}{4}}", rf"\boxed{{{hangs}}}", r"\boxed{3}", "0.5"]
@@ -65,10 +65,10 @@ def judged_in_a_thread(hangs: str, seconds: float) -> list[float | None]:
 
 
 def test_reward_timeout_off_main_thread(monkeypatch):
-    """In a thread: right and wrong answers are judged, and one that never ends is none of both."""
+    """In a thread: right and wrong answers are scored, and one that never ends is none of both."""
     monkeypatch.setattr(maths, "SECONDS", maths.SECONDS)
     assert threading.current_thread() is threading.main_thread()
-    assert judged_in_a_thread(HANGS, 1.0) == [1.0, None, 0.0, 1.0]
+    assert scored_in_a_thread(HANGS, 1.0) == [1.0, None, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -78,7 +78,7 @@ def test_reward_timeout_in_another_process(method):
     before = [worker.pid for worker in maths._POOL.idle]
     held = [maths._POOL.slots.acquire(blocking=False) for _ in os.sched_getaffinity(0)]  # as by threads of the parent
     with multiprocessing.get_context(method).Pool(1) as pool:
-        found = pool.apply_async(judged_in_a_thread, (HANGS, 1.0)).get(timeout=100)
+        found = pool.apply_async(scored_in_a_thread, (HANGS, 1.0)).get(timeout=100)
     assert found == [1.0, None, 0.0, 1.0] and maths._POOL.slots.release(len(held)) is None
     assert same_answer("0.5", "1/2") is True and [worker.pid for worker in maths._POOL.idle] == before
 
@@ -97,7 +97,7 @@ def test_a_time_out_costs_one_worker_and_leaves_nothing_behind():
 
 
 def test_a_worker_that_dies_is_not_a_zero(tmp_path, monkeypatch):
-    """While it waits: another one answers. While it works, or from the start: not judged."""
+    """While it waits: another one answers. While it works, or from the start: not scored."""
     assert same_answer("2", "2") is True
     os.kill(maths._POOL.idle[-1].pid, 9)
     os.waitid(os.P_PID, maths._POOL.idle[-1].pid, os.WEXITED | os.WNOWAIT)

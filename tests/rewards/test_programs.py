@@ -84,7 +84,7 @@ def test_all_or_nothing():
     ],
 )
 def test_cheat_is_a_plain_zero(cheat):
-    """Neither passed nor "could not be judged", which would spare it the 0."""
+    """Neither passed nor "could not be scored", which would spare it the 0."""
     assert share(cheat, ADD) in (None, 0.0)
     assert share(cheat, {"tests": [{"input": "", "output": "41"}]}) in (None, 0.0)
 

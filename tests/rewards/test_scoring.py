@@ -14,7 +14,6 @@ from rlkit.rewards import (
     boxes_iou,
     combine,
     exact_match,
-    judging_problem,
     matches,
     maths_reward,
     multiple_choice,
@@ -23,6 +22,7 @@ from rlkit.rewards import (
     score,
     score_parts,
     scored,
+    scoring_problem,
     within_length,
     without_thinking,
 )
@@ -78,13 +78,13 @@ def test_rewards_that_wait_are_scored_together_and_stay_in_order():
     assert score(waits, samples, threads=5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_sample_that_was_aborted_is_not_judged():
+def test_a_sample_that_was_aborted_is_not_scored():
     samples = [replace(prompt_sample([1]), text="1", finish_reason=reason) for reason in ("stop", "aborted")]
     first, second = score(lambda text, row: 1.0, samples).tolist()
     assert first == 1 and math.isnan(second)
 
 
-def test_reasons_of_what_is_not_judged():
+def test_reasons_of_what_is_not_scored():
     def reward(text, row):
         return {"none": None, "inf": math.inf}[text]
 
@@ -99,24 +99,24 @@ def test_reasons_of_what_is_not_judged():
     assert failures.take() == "2 x a reward of None"
 
 
-# --- too few judged
+# --- too few scored
 
 
 @pytest.mark.parametrize(
-    ("answers", "judged", "share", "options", "problem"),
+    ("answers", "scored", "share", "options", "problem"),
     [
         (64, 64, 0.0, {}, ""),
         (64, 52, 0.2, {}, ""),
-        (64, 51, 0.2, {}, "answers: expected at least 80% of 64 judged, got 51"),
+        (64, 51, 0.2, {}, "answers: expected at least 80% of 64 scored, got 51"),
         (64, 0, 1.0, {"reasons": "64 x a reward of None"},
-         "answers: expected at least one of 64 judged, got 0: 64 x a reward of None"),
+         "answers: expected at least one of 64 scored, got 0: 64 x a reward of None"),
         (0, 0, 0.2, {}, "answers: expected at least one, got none"),
         (0, 0, 0.2, {"skipped": ["t.jsonl row 3: no", "t.jsonl row 4: no"]},
          "answers: expected at least one, got none: 2 rows were skipped, the first because of t.jsonl row 3: no"),
     ],
 )  # fmt: skip
-def test_the_reason_behind_too_few_judged_answers(answers, judged, share, options, problem):
-    assert judging_problem(answers, judged, share, **options) == problem
+def test_the_reason_behind_too_few_scored_answers(answers, scored, share, options, problem):
+    assert scoring_problem(answers, scored, share, **options) == problem
 
 
 # --- several parts
@@ -146,7 +146,7 @@ def test_combine_is_a_weighted_sum_with_its_parts():
 
 
 @pytest.mark.parametrize("broken", [fails, lambda text, row: None, lambda text, row: math.nan])
-def test_a_part_that_is_not_judged(broken):
+def test_a_part_that_is_not_scored(broken):
     """It takes the whole with it, where it has a weight; as a curve alone it does not."""
 
     def part(text, row):
@@ -175,7 +175,7 @@ def test_reward_stats():
         "reward/mean": 1.0, "reward/std": float(np.std([1.0, 0.0, 0.5, 0.5, 3.0])),
         "reward/best": (1.0 + 0.5 + 3.0) / 3, "reward/worst": (0.0 + 0.5 + 3.0) / 3, "reward/equal": 2 / 3,
     })  # fmt: skip
-    # a rank without a judged answer beside one with: the sums of both
+    # a rank without a scored answer beside one with: the sums of both
     there = []
     reward_stats(rewards, ids, lambda x: there.append(x) or x)
     none = reward_stats(torch.tensor([math.nan]), torch.tensor([0]), lambda x: x + there[0])

@@ -12,7 +12,7 @@ from rlkit.engines.distributed import all_reduce
 from rlkit.runs import Answers, PolicySampler
 from rlkit.runs.answers import accuracy, too_few_scored
 
-# of each prompt its answers: (reward, a part of it, tokens, finish reason); None: not judged
+# of each prompt its answers: (reward, a part of it, tokens, finish reason); None: not scored
 PROMPTS = [
     [(1.0, 0.5, 3, "stop"), (0.0, 0.25, 5, "length"), (None, 0.5, 1, "stop")],
     [(0.25, None, 5, "length"), (0.25, 1.0, 2, "stop")],
@@ -51,23 +51,23 @@ def measure(answers, global_sum=all_reduce, *, config=None, run=None):
 def expected():
     """The same by loops over all answers."""
     rewards = [reward for reward, *_ in EVERY if reward is not None]
-    judged = [[reward for reward, *_ in group if reward is not None] for group in PROMPTS]
-    judged = [group for group in judged if group]
+    scored = [[reward for reward, *_ in group if reward is not None] for group in PROMPTS]
+    scored = [group for group in scored if group]
     lengths = [tokens for *_, tokens, _ in EVERY]
     unscored = len(EVERY) - len(rewards)
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        "reward/best": fmean(map(max, judged)),
-        "reward/worst": fmean(map(min, judged)),
-        "reward/equal": fmean(max(group) == min(group) for group in judged),
+        "reward/best": fmean(map(max, scored)),
+        "reward/worst": fmean(map(min, scored)),
+        "reward/equal": fmean(max(group) == min(group) for group in scored),
         "reward_part/form": fmean(part for _, part, *_ in EVERY if part is not None),
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
         "response_length/cut": fmean(finish == "length" for *_, finish in EVERY),
         "unscored": unscored,
         "skipped_rows": len(SKIPPED),
-        "time/judging": 0.0,
+        "time/scoring": 0.0,
     }
     error = stdev(rewards) / len(rewards) ** 0.5
     return {

@@ -100,7 +100,7 @@ def test_intervals_by_name():
 
 
 def test_the_interval_of_sampled_answers_counts_their_rows():
-    """Not those with a judged greedy answer."""
+    """Not those with a scored greedy answer."""
     right, nan = 1.0, math.nan
     rewards = [[right] * 4, [right] * 4, [nan] * 4, [right, right, nan, nan], [right, nan, nan, nan]]
     sampler = SimpleNamespace(
@@ -138,7 +138,7 @@ def measured(*accuracies):
                 {"step": 0, "accuracy": 0.5, "heldout_loss": 1.0},
                 {"step": 1, "accuracy": 0.6, "heldout_loss": 2.0},
                 {"step": 2, "accuracy": 0.6, "heldout_loss": float("nan")},
-                {"step": 3, "heldout_loss": 0.1},  # nothing was judged
+                {"step": 3, "heldout_loss": 0.1},  # nothing was scored
             ],
             (1, 2),
         ),
@@ -168,9 +168,9 @@ class Engine:
         (path / "steps").write_text(str(self.steps))
 
 
-def test_where_nothing_was_judged_the_line_says_so(tmp_path, capsys):
+def test_where_nothing_was_scored_the_line_says_so(tmp_path, capsys):
     record_evaluation(Run(tmp_path, {}), Engine(), "before", {"unscored": 32.0}, rows=32, skipped=0)
-    expected = "held-out before: no answer was judged (32 rows; generated answers without a reward: 32)\n"
+    expected = "held-out before: no answer was scored (32 rows; generated answers without a reward: 32)\n"
     assert expected in capsys.readouterr().out
 
 

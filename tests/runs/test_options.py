@@ -177,7 +177,7 @@ def test_a_limit_itself_is_in_range():
 
 @dataclass
 class JudgedTaskOptions(RewardOptions, TaskOptions):
-    """Options of a recipe that has answers judged."""
+    """Options of a recipe that has answers scored."""
 
 
 def test_options_of_the_chat_template_and_thinking_apart():

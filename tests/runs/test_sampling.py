@@ -33,7 +33,7 @@ def test_measurements_are_those_of_loops():
     found, right = measure(of_a_rank(0, 1)), expected()
     assert found["metrics"] == pytest.approx(right["metrics"])
     assert found["accuracy"] == pytest.approx(right["accuracy"])
-    assert found["stops"] == right["stops"] == [True, True, False, False]  # 3 of 8 were not judged
+    assert found["stops"] == right["stops"] == [True, True, False, False]  # 3 of 8 were not scored
 
 
 def test_draws_are_added_up():
@@ -46,16 +46,16 @@ def unscored(count):
     return Answers(of_a_rank(0, 1).generated[:count], torch.full((count,), math.nan))
 
 
-def test_nothing_that_was_judged():
+def test_nothing_that_was_scored():
     assert accuracy(unscored(2), same) == {"unscored": 2} and accuracy(Answers(), same) == {}
-    for answers in (unscored(2), Answers()):  # a share below 1 asks for one judged answer at least
+    for answers in (unscored(2), Answers()):  # a share below 1 asks for one scored answer at least
         assert too_few_scored(answers, same, 0.99) and not too_few_scored(answers, same, 1.0)
     found = measure(Answers())["metrics"]
     assert found["response_length/mean"] == found["response_length/cut"] == found["unscored"] == 0
 
 
-def test_why_too_few_were_judged():
-    assert too_few_scored(unscored(2), same, 0.5) == "answers: expected at least 50% of 2 judged, got 0"
+def test_why_too_few_were_scored():
+    assert too_few_scored(unscored(2), same, 0.5) == "answers: expected at least 50% of 2 scored, got 0"
     problem = too_few_scored(Answers(skipped=["row 3: too long", "row 4: too long"]), same, 0.5)
     assert problem.endswith("2 rows were skipped, the first because of row 3: too long")
 
@@ -87,7 +87,7 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tm
     sampler, recorded, _ = evaluating(tmp_path, generate, lambda text, row: value, named)
     heldout = Prompts([prompt_sample([1])])
     if named and value is None:
-        reason = "^held-out answers: expected at least one of 2 judged, got 0: 2 x a reward of None$"
+        reason = "^held-out answers: expected at least one of 2 scored, got 0: 2 x a reward of None$"
         with pytest.raises(SystemExit, match=reason):
             evaluate_heldout(sampler, heldout, "before")
     else:

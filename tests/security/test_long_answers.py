@@ -72,7 +72,7 @@ def test_all_named_rewards_are_tried():
 
 
 def test_numbers_that_no_float_can_hold():
-    """They are wrong, and neither an error nor an answer that is not judged."""
+    """They are wrong, and neither an error nor an answer that is not scored."""
     digits = "9" * 5000
     assert rules.parse_boxes(f"[0, 0, {digits}, 1] [1, 2, 3, 4]") == [[1, 2, 3, 4]]
     assert rules.boxes_iou(f"[0, 0, {digits}, 1]", {"answer": [1, 2, 3, 4]}) == 0.0

@@ -95,7 +95,7 @@ def test_plain_text_has_no_template_and_an_end(processor):
         encode_chat(prompt, processor, end_of(processor), 2)
 
 
-def test_thinking_that_the_prompt_opens_is_not_judged_as_the_answer(tiny_dir):
+def test_thinking_that_the_prompt_opens_is_not_scored_as_the_answer(tiny_dir):
     processor = load_processor(tiny_dir)
     row = chat_row({"question": "What?", "answer": "4"})
     reward = without_thinking(exact_match)

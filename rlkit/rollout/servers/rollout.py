@@ -308,7 +308,7 @@ class ServerRollout(ABC):
     def _update(self, name: str, weights: Weights, send: Callable[[Weights], None]) -> None:
         _raise_on_all_ranks(None)  # a barrier: all ranks have finished sampling with the old weights
         weights, error, self.update_failed = iter(weights), None, True
-        if sends := not dist.is_initialized() or dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 send(weights)
             except (ServerUnavailable, RequestRejected, RuntimeError, OSError) as caught:
