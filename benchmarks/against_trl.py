@@ -228,6 +228,19 @@ def table(found: dict[tuple[str, int, str], dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"{platform.machine()}, one thread, {versions}, {time.strftime('%Y-%m-%d')}."]) + "\n"
 
 
+def reward_table(found: dict[tuple[str, int, str], dict[str, Any]]) -> str:
+    """Mean reward of each step, seed by seed."""
+    lines = []
+    for name in dict.fromkeys(name for name, _, _ in found):
+        runs = {
+            f"{who}, seed {seed}": run["rewards"] for (work, seed, who), run in sorted(found.items()) if work == name
+        }
+        lines += ["", f"Reward by step, {name}:", "", f"| step | {' | '.join(runs)} |", "|" + "---|" * (1 + len(runs))]
+        for step, rewards in enumerate(zip(*runs.values(), strict=True)):
+            lines.append(f"| {step} | {' | '.join(f'{reward:.2f}' for reward in rewards)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", nargs="+", choices=WORK, default=[*WORK])
@@ -248,7 +261,7 @@ def main() -> None:
             for contestant in CONTESTANTS:
                 steps = given.steps or WORK[name]["steps"]
                 found[name, seed, contestant] = in_its_own_process(name, contestant, steps, seed)
-                RESULTS.write_text(table(found))
+            RESULTS.write_text(table(found) + reward_table(found))
     print(table(found))
 
 
