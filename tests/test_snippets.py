@@ -19,9 +19,7 @@ def blocks(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
-TASKS = [
-    block for page in ("tasks.md", "formats.md", "prompts.md", "rewards.md", "rows.md") for block in blocks(page)
-]
+TASKS = [block for page in ("tasks.md", "formats.md", "prompts.md", "rewards.md", "rows.md") for block in blocks(page)]
 
 
 def title(block):
