@@ -24,10 +24,10 @@ ADAPTERS = [
 ]
 TOP = """# Conformance: does a trainer compute what it says?
 
-The suite compares a trainer's losses and advantages with plain loops, and tries what often goes wrong: splits of a
+The suite compares a trainer's losses and advantages with plain loops, and checks what often goes wrong: splits of a
 batch over micro-batches and ranks, token alignment, values under the mask, denominators, groups of any order and
-size, the gradient of the KL term, temperature, tokens that cannot be sampled, a ratio of 1 on policy. It
-works for any trainer:
+size, the gradient of the KL term, temperature, tokens that cannot be sampled, and a ratio of 1 on policy. It works for
+any trainer:
 
 ```bash
 pytest --pyargs rlkit.conformance --trainer my_adapter:Trainer
@@ -49,18 +49,18 @@ class Trainer:
         return loss / split.micro_batches  # as this trainer's loop does
 ```
 
-Pass the clip's bounds on: an adapter that ignores them fails the check. A loss that takes the count of
-tokens of the whole batch gets `split.tokens`, if the trainer's loop passes it.
+Pass the clip bounds on: an adapter that ignores them fails the check. If the trainer's loop passes the number of tokens
+of the whole batch to the loss, pass `split.tokens`.
 
-The result is a matrix. Each check says one of these:
+The result is a matrix. Each check gives one of these verdicts:
 
 - **as the reference** ("yes" in the table): the numbers of the plain loop;
-- **choice**: a published or documented alternative, which a note describes; refusing an input counts as one;
-- **bug**: a number depends on what it should not depend on, or is nan; the test fails;
+- **choice**: a published or documented alternative, described in a note; refusing an input counts as one;
+- **bug**: a number depends on something that it should not depend on, or is nan; the test fails;
 - **error**: the trainer or its adapter raised an exception, which says nothing about the trainer by itself;
 - **not provided** ("–"): the adapter has no such method.
 
-Each check has a planted bug that it alone finds (`tests/conformance/test_conformance.py`).
+For each check there is a planted bug that only this check finds (`tests/conformance/test_conformance.py`).
 
 ## What it finds
 
@@ -69,20 +69,21 @@ BOTTOM = """
 
 ## How to read it
 
-- The table is about functions with inputs of the suite, on a CPU in float32, with the defaults of each trainer. It says
-  nothing about speed, nor about parts that no adapter calls: "–" is not a fault.
+- The table covers functions with the suite's inputs, on a CPU in float32, with each trainer's defaults. It says nothing
+  about speed, nor about parts that no adapter calls: "–" is not a fault.
 - `masked_nonfinite` and `entropy_of_impossible_tokens` need numbers that are nan or infinite. They come from an
-  overflow, or from a model whose logits are masked with -inf. A run without such numbers is not affected by these bugs.
-- `kl_gradient` is about the KL term in the loss, which is an option everywhere. TRL weights k3 by the ratio
+  overflow, or from logits that are masked with -inf. A run without such numbers is not affected by these bugs.
+- `kl_gradient` is about the KL term in the loss, which is optional in every trainer. TRL weights k3 by the ratio
   (`use_bias_correction_kl`, on by default), which makes the gradient exact. So do verl's `low_var_kl+`, OpenRLHF's
   `--algo.kl.unbiased_gradient`, and rlkit's `kl_k2`, `kl_straight_through` and `kl_k3_weighted`.
-- verl gives an answer that is alone in its group its raw reward on purpose; it is documented in its code.
+- verl gives an answer that is alone in its group its raw reward on purpose, as its code says.
 
 Adapters: [rlkit](../rlkit/conformance/ours.py), [verl](../tests/peers/adapter_verl.py),
 [TRL](../tests/peers/adapter_trl.py), [OpenRLHF](../tests/peers/adapter_openrlhf.py),
-[SkyRL](../tests/peers/adapter_skyrl.py). Of TRL, methods of `GRPOTrainer`
-are called on batches as its own loop makes them. Of OpenRLHF, two files are loaded without its package, whose imports
-need DeepSpeed and flash-attn; its group advantages and GAE are inside of its experience maker, and are not called.
+[SkyRL](../tests/peers/adapter_skyrl.py). For TRL,
+methods of `GRPOTrainer` are called on batches as its own loop makes them. For OpenRLHF, two files are loaded without
+the package, whose imports need DeepSpeed and flash-attn. Its group advantages and GAE are inside its experience maker
+and are not called.
 
 By default, SkyRL's critic returns 0 at padding, so the adapter passes 0 there. Its response mask includes tool output.
 SkyRL was run with Python {skyrl}, which its releases need, and the others with Python {python}.

@@ -23,9 +23,9 @@ LOCK_HEADER = """# Versions of everything that the tests install without a GPU. 
 """
 PAGE_HEADER = """# Dependencies and their licences
 
-rlkit is under the Apache License 2.0. It installs torch and einops, and its losses import torch alone; the extras of
-`setup.cfg` bring the rest. This page lists all that `make setup-all` installs for the tests, with the licence that each
-package states for itself. `docs/make_dependencies.py` writes it.
+rlkit is under the Apache License 2.0. It installs torch and einops, and its losses import only torch; the extras of
+`setup.cfg` install the rest. This page lists everything that `make setup-all` installs for the tests, with the licence
+that each package declares. `docs/make_dependencies.py` writes it.
 
 - `constraints.txt` pins the versions for CI. `setup.cfg` has the bounds for users.
 - `make audit` compares the pinned versions with the database of known vulnerabilities; it needs to reach pypi.org.

@@ -1,4 +1,4 @@
-"""Make the table of docs/engines.md from the cases in tests/engines.
+"""Make the table of docs/notes_engines.md from the cases in tests/engines.
 
 python docs/make_engines.py [--check]    # --check writes nothing and exits with 1 if the table is out of date
 """
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "engines.md"
+PAGE = ROOT / "docs" / "notes_engines.md"
 BEGIN, END = "<!-- made by docs/make_engines.py: edit the cases in tests/engines -->\n", "<!-- end -->\n"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engines")]
 

@@ -18,10 +18,10 @@ NAMES = "python_files=test_*.py live_*.py"  # the latter for `make faults` alone
 OWN = "tests/faults/test_reliability_page.py"
 TEXT = """# Reliability: faults and attacks that are tested
 
-Each row is a file of tests that breaks something on purpose, or acts as an attacker. `make faults` runs them all; all
-but the `live_...` are part of `make test` too. The counts are those of pytest. This page is written by
-`docs/make_reliability.py`. What is promised, and what is not, is in [SECURITY.md](../SECURITY.md); what to do when your
-own run fails is in [when a run goes wrong](when_a_run_goes_wrong.md).
+Each row is a file of tests that breaks something on purpose, or acts as an attacker. `make faults` runs them all;
+`make test` runs all except `live_...`. Cases are counted by pytest, and `docs/make_reliability.py` writes this page.
+[SECURITY.md](../SECURITY.md) says what is promised and what is not. For a run of yours that fails, see [when a run
+goes wrong](when_a_run_goes_wrong.md).
 
 | what is tried | cases | file |
 |---|---:|---|

@@ -19,6 +19,9 @@ def blocks(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
+TASKS = [block for page in ("tasks.md", "formats.md", "prompts.md", "rewards.md", "rows.md") for block in blocks(page)]
+
+
 def title(block):
     return re.search(r"from rlkit.*? import (.*)|$", block)[1] or "nothing"
 
@@ -42,7 +45,7 @@ def folder(tmp_path, monkeypatch, tiny_dir):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("block", blocks("tasks.md"), ids=title)
+@pytest.mark.parametrize("block", TASKS, ids=title)
 def test_tasks(block, folder, tiny_dir):
     if "reward_model-digits" in block:
         export = folder / re.search(r'"(runs/[^"]*)"', block)[1]
@@ -55,7 +58,7 @@ def test_tasks(block, folder, tiny_dir):
 
 
 def test_the_choices_of_the_page(folder, capsys):
-    (block,) = (code for code in blocks("tasks.md") if "with_heldout" in code)
+    (block,) = (code for code in TASKS if "with_heldout" in code)
     exec(block, {})
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith(
@@ -67,7 +70,7 @@ def test_the_choices_of_the_page(folder, capsys):
 def test_the_task_of_the_page(folder):
     from rlkit.data import load_task
 
-    (own,) = (code for code in blocks("tasks.md") if "def roman" in code)
+    (own,) = (code for code in TASKS if "def roman" in code)
     assert len(own.replace("\n\n\n", "\n").strip().splitlines()) <= 32
     (folder / "my_tasks.py").write_text(own)
     roman = load_task("my_tasks.py:roman")
@@ -106,5 +109,5 @@ def test_every_task_of_the_page_is_there():
 def test_every_reward_of_the_page_is_there():
     from rlkit.rewards.named import REWARDS
 
-    table = (ROOT / "docs" / "tasks.md").read_text().partition("| reward |")[2].partition("\n\n")[0]
+    table = (ROOT / "docs" / "rewards.md").read_text().partition("| reward |")[2].partition("\n\n")[0]
     assert list(REWARDS) == re.findall(r"^\| `(\w+)` \|", table, re.M)

@@ -1,6 +1,6 @@
 r"""Reads rows of common data set formats.
 
-The formats (docs/tasks.md has examples):
+The formats (docs/formats.md has examples):
 
 | format | columns |
 |---|---|

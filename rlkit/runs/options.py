@@ -245,7 +245,7 @@ class PolicyOptions(SamplingOptions):
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
     router_replay: bool = False
     """Mixtures of experts: train with the experts that the sampler chose. Servers need --enable-return-routed-experts;
-    see docs/sampling.md."""
+    see docs/weight_sync.md."""
     log_prompts: int = 2
     """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     heldout_samples: int = 0

@@ -1,4 +1,4 @@
-"""One gradient for every way to parallelise: the losses that are compared, and the table of cases in docs/engines.md.
+"""One gradient for every way to parallelise: the losses that are compared, and the table of docs/notes_engines.md.
 
 `on_ranks.py`, `on_ulysses_ranks.py` and `on_megatron_ranks.py` run the cases; `test_ranks.py`, `test_ulysses.py` and
 `test_megatron.py` compare the results. The table is made from the cases, so every "yes" in it has a test.
@@ -89,7 +89,7 @@ def columns(losses, *, has_images, has_empty_rank):
 
 
 def table():
-    """The table of docs/engines.md in Markdown: layouts, and what is compared for each."""
+    """The table of docs/notes_engines.md in Markdown: layouts, and what is compared for each."""
     found = {}
     for name in ("on_ranks", "on_ulysses_ranks", "on_megatron_ranks"):
         for layout, compared in import_module(name).compared():
