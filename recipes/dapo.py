@@ -174,8 +174,7 @@ def main(cfg: Config) -> None:
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)
-        forwards = int(per_batch > 1)
-        metrics |= runs.batch_totals(cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards)
+        metrics |= runs.totals(engine, tokens=batch.mask.sum())
         metrics |= group_metrics(engine, penalty, groups, chosen, drawn * cfg.prompts_per_draw)
         show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
         run.log(step, metrics, show=show)

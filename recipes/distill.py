@@ -187,10 +187,7 @@ def main(cfg: Config) -> None:
         if cfg.teacher_servers:
             ask_servers(teacher, answers.generated, batch, cfg)
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
-        flops = 0 if cfg.teacher_servers else runs.engine_flops(teacher, batch)
-        counts = runs.batch_totals(
-            cfg, engine, batch, updates=cfg.ppo_epochs, forwards=per_batch > 1, flops=flops
-        )
+        counts = runs.totals(engine, tokens=batch.mask.sum())
         if not counts["tokens"]:
             run.stop("none of its rows can be asked about; see the log")
         if not cfg.teacher_servers:

@@ -182,9 +182,7 @@ def main(cfg: Config) -> None:
         run.phase("encode")
         pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
-        counts = runs.batch_totals(
-            cfg, engine, batch, forwards=bool(reference), skipped_rows=len(pairs.skipped)
-        )
+        counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(pairs.skipped))
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 

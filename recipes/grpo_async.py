@@ -196,7 +196,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         if step + ahead < cfg.steps:
             requested.append(request_step(step + ahead))
 
-        metrics |= sampler.metrics(answers) | runs.batch_totals(cfg, engine, batch)
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)
         if runs.evaluate_every(cfg, run, step, evaluate, engine):

@@ -119,7 +119,6 @@ def main(cfg: Config) -> None:
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     loss_fn = partial(policy_loss, cfg=cfg)
-    forwards = bool(reference) + (per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
@@ -145,7 +144,7 @@ def main(cfg: Config) -> None:
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)
-        metrics |= runs.batch_totals(cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards)
+        metrics |= runs.totals(engine, tokens=batch.mask.sum())
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         if runs.evaluate_every(cfg, run, step, evaluate, engine):

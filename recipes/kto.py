@@ -153,8 +153,7 @@ def main(cfg: Config) -> None:
         answers = next(answers_of_steps)
         batch = rebalance_across_ranks(own_batch(answers.sequences), engine.data_parallel_group)
         good = engine.global_sum(batch.label.sum()).item()
-        skipped, forwards = len(answers.skipped), 1 + 2 * cfg.baseline
-        counts = runs.batch_totals(cfg, engine, batch, forwards=forwards, skipped_rows=skipped)
+        counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(answers.skipped))
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 

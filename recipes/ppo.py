@@ -185,16 +185,6 @@ def update_policy(batch, cfg: Config, step: int, engine):
     return runs.mean_metrics(updates)
 
 
-def step_totals(batch, cfg: Config, engine, critic):
-    """Tokens, and FLOPs of both models: one pass for the estimates, and those of the updates."""
-    flops = runs.engine_flops(critic, batch, head=False)
-    flops *= 1 + runs.training_passes(cfg, cfg.ppo_epochs)
-    forwards = 1 + bool(cfg.kl_coef)
-    return runs.batch_totals(
-        cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards, flops=flops
-    )
-
-
 def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
     model, lr = cfg.critic_model or path, cfg.critic_lr
     return runs.build_value_engine(cfg, model, processor, optimizer_steps=optimizer_steps, lr=lr)
@@ -251,7 +241,7 @@ def main(cfg: Config) -> None:
         if step >= cfg.critic_warmup:
             metrics |= update_policy(batch, cfg, step, engine)
 
-        metrics |= sampler.metrics(answers) | step_totals(batch, cfg, engine, critic)
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=mask.sum())
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
         state = {"moments": vars(moments)}
         runs.save(cfg, run, step, state, checkpoints=engine, critic_checkpoints=critic)

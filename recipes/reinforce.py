@@ -145,7 +145,7 @@ def main(cfg: Config) -> None:
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)
-        metrics |= runs.batch_totals(cfg, engine, batch, forwards=bool(reference))
+        metrics |= runs.totals(engine, tokens=batch.mask.sum())
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         if runs.evaluate_every(cfg, run, step, evaluate, engine):

@@ -105,8 +105,8 @@ def main(cfg: Config) -> None:
         run.phase("encode")
         pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
-        counts = {"skipped_rows": len(pairs.skipped), "tokens": sum(batch.lengths)}
-        counts = runs.batch_totals(cfg, engine, batch, head=False, **counts)
+        tokens, skipped = sum(batch.lengths), len(pairs.skipped)
+        counts = runs.totals(engine, tokens=tokens, skipped_rows=skipped)
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 

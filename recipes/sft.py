@@ -71,7 +71,7 @@ def main(cfg: Config) -> None:
         run.phase("encode")
         chats = next(chats_of_steps)
         batch = rebalance_across_ranks(collate(chats.sequences), engine.data_parallel_group)
-        counts = runs.batch_totals(cfg, engine, batch, skipped_rows=len(chats.skipped))
+        counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(chats.skipped))
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 

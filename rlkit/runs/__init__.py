@@ -57,7 +57,7 @@ from rlkit.runs.sampling import PolicySampler, context_length
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
-from rlkit.runs.totals import batch_totals, engine_flops, mean_metrics, totals, training_passes
+from rlkit.runs.totals import mean_metrics, totals
 from rlkit.runs.updates import group_ids_of_all_ranks, keep_on_device, mini_batches
 from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flags, processor_flags
 
@@ -81,7 +81,6 @@ __all__ = [
     "adapter_flags",
     "answer_encoder",
     "append_answers",
-    "batch_totals",
     "build_engine",
     "build_reference",
     "build_rollout",
@@ -92,7 +91,6 @@ __all__ = [
     "check_range",
     "check_rollout_takes_adapters",
     "context_length",
-    "engine_flops",
     "evaluate_at_start",
     "evaluate_every",
     "evaluate_heldout",
@@ -119,7 +117,6 @@ __all__ = [
     "save",
     "start_run",
     "totals",
-    "training_passes",
     "with_epochs",
     "with_intervals",
 ]

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from rlkit.data.samples import Row
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import take_flops
 from rlkit.profiling import StepProfiler
 from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
@@ -147,6 +148,7 @@ def start_run(
         profiler=StepProfiler(out / "profile", cfg.profile_steps, dist.get_rank()) if cfg.profile_steps else None,
         watchdog=cfg.watchdog,
         planned_memory=planned,
+        take_flops=take_flops,
     )
     watch_memory(run, record=cfg.memory_snapshot)
     return run
