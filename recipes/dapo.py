@@ -127,19 +127,19 @@ def scored_share(answers, engine) -> str:
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("dapo"):
-        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
-        runs.check_range("overlong_buffer", cfg.overlong_buffer, 0, cfg.max_new_tokens)
-        if cfg.epochs:
-            raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
-        task = runs.load_named_task(cfg, cfg.task)
-        run = runs.start_run("dapo", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        state = runs.resume(cfg, run, checkpoints=engine)
+    runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("overlong_buffer", cfg.overlong_buffer, 0, cfg.max_new_tokens)
+    if cfg.epochs:
+        raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
+    task = runs.load_named_task(cfg, cfg.task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    state = runs.resume(cfg, run, checkpoints=engine)
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)

@@ -146,18 +146,18 @@ def add_reference(batch, reference):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("dpo"):
-        loss = loss_function(cfg)
-        task = runs.load_named_task(cfg, cfg.task, load_pairs)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("dpo", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        reference = None
-        if needs_reference(cfg):
-            reference = runs.build_reference(cfg, path, processor, engine)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    loss = loss_function(cfg)
+    task = runs.load_named_task(cfg, cfg.task, load_pairs)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    reference = None
+    if needs_reference(cfg):
+        reference = runs.build_reference(cfg, path, processor, engine)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
     loss_fn = partial(pair_loss, loss=loss, cfg=cfg)

@@ -148,17 +148,17 @@ def main(cfg: Config) -> None:
 
 
 def run_on_servers(cfg: Config, stack: ExitStack) -> None:
-    with runs.one_sentence_errors("grpo_async"):
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
-        runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
-        task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
-        tables = task.train, task.heldout
-        run = runs.start_run("grpo_async", cfg, task.name, *tables, starts_servers=True)
-        path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        rollout = build_server_rollout(cfg, run, path, processor, engine, stack)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
+    task = runs.load_named_task(cfg, cfg.task)
+    cfg = runs.with_epochs(cfg, task)
+    tables = task.train, task.heldout
+    run = runs.start_run(cfg, task.name, *tables, starts_servers=True)
+    path, processor = runs.find_model(cfg, run, task.train)
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    rollout = build_server_rollout(cfg, run, path, processor, engine, stack)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, sends_weights=False)
     heldout = sampler.encode(enumerate(task.heldout))
     evaluate = partial(runs.evaluate_heldout, sampler, heldout)

@@ -143,22 +143,22 @@ def with_tiny_model(cfg: Config, path: Path, task, tool) -> Config:
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("grpo_tools"):
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
-        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        if cfg.max_response_tokens:
-            runs.check_range("max_response_tokens", cfg.max_response_tokens, cfg.max_new_tokens)
-        task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
-        tool = load_function(cfg.tool, "tool")
-        run = runs.start_run("grpo_tools", cfg, task.name, task.train, task.heldout)
-        cfg = with_tiny_model(cfg, run.out / "init", task, tool)
-        path, processor = runs.find_model(cfg, run, task.train)
-        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
-        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    if cfg.max_response_tokens:
+        runs.check_range("max_response_tokens", cfg.max_response_tokens, cfg.max_new_tokens)
+    task = runs.load_named_task(cfg, cfg.task)
+    cfg = runs.with_epochs(cfg, task)
+    tool = load_function(cfg.tool, "tool")
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    cfg = with_tiny_model(cfg, run.out / "init", task, tool)
+    path, processor = runs.find_model(cfg, run, task.train)
+    per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
+    reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     play = episodes(cfg, rollout, tool, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, generate=play)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))

@@ -111,17 +111,17 @@ def estimate_z0(others, cfg: Config, engine, reference):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("kto"):
-        if cfg.baseline and cfg.prompts_per_step == 1:
-            raise ValueError("prompts_per_step: expected at least 2 without --no_baseline, got 1")
-        task = runs.load_named_task(cfg, cfg.task, load_unpaired)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("kto", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        reference = runs.build_reference(cfg, path, processor, engine)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    if cfg.baseline and cfg.prompts_per_step == 1:
+        raise ValueError("prompts_per_step: expected at least 2 without --no_baseline, got 1")
+    task = runs.load_named_task(cfg, cfg.task, load_unpaired)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    reference = runs.build_reference(cfg, path, processor, engine)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     others = other_answer if cfg.baseline else None
     encode = runs.answer_encoder(cfg, run, path, processor, engine, own_answer, others)

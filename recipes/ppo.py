@@ -191,19 +191,19 @@ def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("ppo"):
-        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("ppo", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        per_step = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-        policy_steps = (cfg.steps - cfg.critic_warmup) * per_step
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
-        critic = build_critic(cfg, path, processor, cfg.steps * per_step)
-        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
-        rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
-        state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
+    runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    task = runs.load_named_task(cfg, cfg.task)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    per_step = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    policy_steps = (cfg.steps - cfg.critic_warmup) * per_step
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
+    critic = build_critic(cfg, path, processor, cfg.steps * per_step)
+    reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
+    rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
+    state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)

@@ -75,13 +75,13 @@ def pair_batch(sequences):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("reward_model"):
-        task = runs.load_named_task(cfg, cfg.task, load_pairs)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("reward_model", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train, warm_up_steps=200, label_noise=0.0)
-        engine = runs.build_value_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    task = runs.load_named_task(cfg, cfg.task, load_pairs)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train, warm_up_steps=200, label_noise=0.0)
+    engine = runs.build_value_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     loss_fn = partial(pair_loss, centre_coef=cfg.centre_coef)
     encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
     heldout = encode(enumerate(task.heldout))

@@ -51,14 +51,14 @@ def evaluate_chats(when: str, run, engine, sampler, chats):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("sft"):
-        task = runs.load_named_task(cfg, cfg.task, load_chats)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("sft", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    task = runs.load_named_task(cfg, cfg.task, load_chats)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     last_only = cfg.train_on == "last"
     encode = runs.chat_encoder(cfg, run, path, processor, engine, last_only=last_only)

@@ -1,16 +1,17 @@
 """The parts of a recipe that do not depend on its algorithm: options, models, sampling, evaluation, checkpoints.
 
-A recipe calls these functions, in this order:
+A recipe is a function `main(cfg)` that `run_recipe(main)` calls. It calls these functions, in this order:
 
-    with one_sentence_errors("my_recipe"):
-        task = load_named_task(cfg, cfg.task)
-        run = start_run("my_recipe", cfg, task.name, task.train, task.heldout)     # claims the directory
-        path, processor = find_model(cfg, run, task.train)
-        engine = build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        rollout = build_rollout(cfg, path, processor, engine)
-        start = resume(cfg, run, checkpoints=engine)["step"]
+    task = load_named_task(cfg, cfg.task)
+    run = start_run(cfg, task.name, task.train, task.heldout)     # claims the directory
+    path, processor = find_model(cfg, run, task.train)
+    engine = build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    rollout = build_rollout(cfg, path, processor, engine)
+    start = resume(cfg, run, checkpoints=engine)["step"]
     ...
     finish(cfg, run, shown, model=engine)
+
+Until `resume` has returned, a ValueError or ImportError ends the process with one sentence, as do bad options.
 """
 
 from rlkit.runs.answers import Answers, Prompts

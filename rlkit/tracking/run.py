@@ -99,6 +99,7 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
+        self.is_set_up = False  # whether errors are faults of the program, not unusable options; see rlkit.runs.start
         self.step = 0  # the last step that was logged
         self.ended = False  # whether no step is left; see rlkit.runs.evaluation.evaluate_at_start
         self.save_last_step: Callable[[], None] | None = None  # until it is saved; see rlkit.runs.checkpoints.save
@@ -177,7 +178,7 @@ class Run:
         if self.current_phase != "set_up":
             self._times[f"time/{self.current_phase}"] += now - self._since
             self._memory[f"memory/{self.current_phase}"] = max(self._memory[f"memory/{self.current_phase}"], peak)
-        self.current_phase, self._since = name, now
+        self.current_phase, self._since, self.is_set_up = name, now, True
         if self.profiler:
             self.profiler.phase(name)
         self._write_phase()
