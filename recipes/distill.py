@@ -84,7 +84,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """A token's advantage is how much likelier the teacher finds it than the student that sampled
     it."""
-    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.fields.get("old_logprobs", out.logprobs.detach())
     advantages = mb.teacher_logprobs - old
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     policy = clipped_policy_loss(out.logprobs, old, advantages, mb.mask, **clip)
@@ -114,7 +114,7 @@ def divergence(logits, teacher, cfg: Config, output_layer):  # [n, V], {name: [n
 
 def divergence_loss(out, mb, cfg: Config):
     """Mean divergence over all tokens."""
-    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.fields.get("old_logprobs", out.logprobs.detach())
     loss = token_mean(out.divergence, mb.mask, mb.total_tokens)
     return loss, {
         "divergence": loss,
@@ -164,8 +164,8 @@ def main(cfg: Config) -> None:
     cfg = runs.with_epochs(cfg, task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
     path, processor = runs.find_model(cfg, run, task.train)
-    per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
+    updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * updates_per_batch)
     teacher = runs.build_teacher(cfg, run, task.train, processor, engine)
     loss_fn, logit_functions = loss_functions(teacher, cfg)
     rollout = runs.build_rollout(cfg, path, processor, engine)
@@ -193,7 +193,7 @@ def main(cfg: Config) -> None:
         if not cfg.teacher_servers:
             ask_engine(teacher, batch, cfg)
         with runs.keep_on_device(engine):
-            if per_batch > 1:
+            if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
             updates = [
                 engine.train_batch(

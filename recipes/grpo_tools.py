@@ -73,7 +73,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     policy's tokens of all ranks."""
-    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
@@ -153,8 +153,8 @@ def main(cfg: Config) -> None:
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
     cfg = with_tiny_model(cfg, run.out / "init", task, tool)
     path, processor = runs.find_model(cfg, run, task.train)
-    per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
+    updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * updates_per_batch)
     reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
     rollout = runs.build_rollout(cfg, path, processor, engine)
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
@@ -180,7 +180,7 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             if reference:
                 batch.add(ref_logprobs=reference(batch))
-            if per_batch > 1:
+            if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
             updates = [
                 engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))

@@ -196,10 +196,10 @@ def main(cfg: Config) -> None:
     cfg = runs.with_epochs(cfg, task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
     path, processor = runs.find_model(cfg, run, task.train)
-    per_step = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-    policy_steps = (cfg.steps - cfg.critic_warmup) * per_step
+    updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    policy_steps = (cfg.steps - cfg.critic_warmup) * updates_per_batch
     engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
-    critic = build_critic(cfg, path, processor, cfg.steps * per_step)
+    critic = build_critic(cfg, path, processor, cfg.steps * updates_per_batch)
     reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
     rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
     state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
