@@ -179,7 +179,8 @@ def main(cfg: Config) -> None:
         show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, {"draws": draws}, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

@@ -211,7 +211,8 @@ def main(cfg: Config) -> None:
         shown = "kl" if cfg.loss == "sampled_token" else "divergence"
         run.log(step, metrics, show={shown: shown, "entropy": "entropy", "reward": "reward/mean"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

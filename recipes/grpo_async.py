@@ -152,8 +152,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
-    tables = task.train, task.heldout
-    run = runs.start_run(cfg, task.name, *tables, starts_servers=True)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout, starts_servers=True)
     path, processor = runs.find_model(cfg, run, task.train)
     engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
     rollout = build_server_rollout(cfg, run, path, processor, engine, stack)
@@ -199,7 +198,8 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
         if step == start or (step + 1) % cfg.save_every == 0:  # it waits until servers are free
             check_weights()

@@ -194,7 +194,8 @@ def main(cfg: Config) -> None:
         show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     answers = evaluate("after")

@@ -147,7 +147,8 @@ def main(cfg: Config) -> None:
         metrics |= runs.totals(engine, tokens=batch.mask.sum())
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

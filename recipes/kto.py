@@ -165,7 +165,8 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}
         run.log(step, metrics, show={"loss": "loss", "accuracy": "marked/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

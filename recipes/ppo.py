@@ -245,7 +245,8 @@ def main(cfg: Config) -> None:
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
         state = {"moments": vars(moments)}
         runs.save(cfg, run, step, state, checkpoints=engine, critic_checkpoints=critic)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine, critic=critic)
