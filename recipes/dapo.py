@@ -173,8 +173,8 @@ def main(cfg: Config) -> None:
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers)
-        metrics |= runs.totals(engine, tokens=batch.mask.sum())
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(answers, metrics)
         metrics |= group_metrics(engine, penalty, groups, chosen, drawn * cfg.prompts_per_draw)
         show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
         run.log(step, metrics, show=show)

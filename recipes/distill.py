@@ -208,6 +208,7 @@ def main(cfg: Config) -> None:
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | counts
+        sampler.report(answers, metrics)
         shown = "kl" if cfg.loss == "sampled_token" else "divergence"
         run.log(step, metrics, show={shown: shown, "entropy": "entropy", "reward": "reward/mean"})
         runs.save(cfg, run, step, checkpoints=engine)

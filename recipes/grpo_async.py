@@ -136,6 +136,11 @@ def scored_answers(sampler, prompts, future, failures: Failures) -> runs.Answers
     return runs.Answers(generated, rewards, parts, prompts.skipped, failures.take(), seconds)
 
 
+def staleness(samples, version: int):
+    """[B]: weight updates since the oldest weights that sampled an answer."""
+    return torch.tensor([float(version - sample.version) for sample in samples])
+
+
 def cancel(requested) -> None:
     """Have the servers stop work on batches that will not be trained on."""
     for _, future in requested:
@@ -183,8 +188,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
 
         run.phase("train")
         batch = collate(answers.scored)
-        age = [float(rollout.version - sample.version) for sample in answers.scored]
-        batch.add(staleness=torch.tensor(age))
+        batch.add(staleness=staleness(answers.scored, rollout.version))  # [B]
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
@@ -196,6 +200,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
             requested.append(request_step(step + ahead))
 
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(answers, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)
         runs.evaluate_when_due(cfg, run, evaluate, engine)

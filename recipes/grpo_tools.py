@@ -189,8 +189,9 @@ def main(cfg: Config) -> None:
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)
-        metrics |= runs.totals(engine, tokens=batch.mask.sum())
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+        metrics |= turns_and_aborted(answers, engine)
+        sampler.report(answers, metrics)
         show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)

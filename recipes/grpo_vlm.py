@@ -143,8 +143,8 @@ def main(cfg: Config) -> None:
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers)
-        metrics |= runs.totals(engine, tokens=batch.mask.sum())
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(answers, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         runs.evaluate_when_due(cfg, run, evaluate, engine)

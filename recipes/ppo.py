@@ -206,14 +206,13 @@ def main(cfg: Config) -> None:
 
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
-    runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
+    start = state["step"]
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
-    rows = rows_of_steps(
-        task.train, range(state["step"], cfg.steps), cfg.prompts_per_step, cfg.seed
-    )
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
-    for step in run.steps(state["step"], cfg.steps):
+    for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
@@ -242,6 +241,7 @@ def main(cfg: Config) -> None:
             metrics |= update_policy(batch, cfg, step, engine)
 
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=mask.sum())
+        sampler.report(answers, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
         state = {"moments": vars(moments)}
         runs.save(cfg, run, step, state, checkpoints=engine, critic_checkpoints=critic)
