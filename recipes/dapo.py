@@ -30,6 +30,7 @@ from itertools import count
 from rlkit import runs
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
 from rlkit.data import collate, group_ids, rows_of_steps
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
     clipped_policy_loss,
     importance_weights,
@@ -75,6 +76,16 @@ def policy_loss(out, mb, cfg: Config):
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
+
+
+def update_policy(batch, cfg: Config, step: int, engine):
+    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
+    loss_fn, updates = partial(policy_loss, cfg=cfg), []
+    for epoch in range(cfg.ppo_epochs):
+        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            part = rebalance_across_ranks(part, engine.data_parallel_group)
+            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
+    return runs.mean_metrics(updates)
 
 
 def draw_groups(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
@@ -144,7 +155,6 @@ def main(cfg: Config) -> None:
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
 
-    loss_fn = partial(policy_loss, cfg=cfg)
     draws = state.get("draws", 0)  # of all steps: the position in the data
     rows = rows_of_steps(task.train, count(draws), cfg.prompts_per_draw, cfg.seed)
     prompts_of_draws = runs.prefetch(map(sampler.encode, rows))
@@ -166,11 +176,7 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            updates = [
-                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
-                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
-            ]
-        metrics = runs.mean_metrics(updates)
+            metrics = update_policy(batch, cfg, step, engine)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())

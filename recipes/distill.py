@@ -158,6 +158,17 @@ def loss_functions(teacher, cfg: Config):
     return partial(divergence_loss, cfg=cfg), {"divergence": function}
 
 
+def update_student(batch, loss_fn, logit_functions, cfg: Config, step: int, engine):
+    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
+    options = {"outputs": ("logprobs", "entropy"), "logit_functions": logit_functions}
+    updates = []
+    for epoch in range(cfg.ppo_epochs):
+        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            part = rebalance_across_ranks(part, engine.data_parallel_group)
+            updates.append(engine.train_batch(part, loss_fn, **options))
+    return runs.mean_metrics(updates)
+
+
 def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     task = runs.load_named_task(cfg, cfg.task)
@@ -195,16 +206,7 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            updates = [
-                engine.train_batch(
-                    mini_batch,
-                    loss_fn,
-                    outputs=("logprobs", "entropy"),
-                    logit_functions=logit_functions,
-                )
-                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
-            ]
-        metrics = runs.mean_metrics(updates)
+            metrics = update_student(batch, loss_fn, logit_functions, cfg, step, engine)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | counts

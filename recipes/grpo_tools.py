@@ -89,6 +89,16 @@ def policy_loss(out, mb, cfg: Config):
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
+def update_policy(batch, cfg: Config, step: int, engine):
+    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
+    loss_fn, updates = partial(policy_loss, cfg=cfg), []
+    for epoch in range(cfg.ppo_epochs):
+        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            part = rebalance_across_ranks(part, engine.data_parallel_group)
+            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
+    return runs.mean_metrics(updates)
+
+
 def episodes(cfg: Config, rollout, tool, processor, engine):
     """A function that plays n episodes of each prompt."""
     return partial(
@@ -164,7 +174,6 @@ def main(cfg: Config) -> None:
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
-    loss_fn = partial(policy_loss, cfg=cfg)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
@@ -182,11 +191,7 @@ def main(cfg: Config) -> None:
                 batch.add(ref_logprobs=reference(batch))
             if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            updates = [
-                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
-                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
-            ]
-        metrics = runs.mean_metrics(updates)
+            metrics = update_policy(batch, cfg, step, engine)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())

@@ -38,6 +38,7 @@ from rlkit.advantages import (
 )
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
 from rlkit.data import collate, rows_of_steps
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.losses import (
     clipped_policy_loss,
@@ -165,11 +166,18 @@ def batch_metrics(batch, engine):
     return metrics | {"value/explained_variance": explained}
 
 
+def mini_batches(batch, cfg: Config, step: int, engine):
+    """The mini-batches of `ppo_epochs` passes over a batch."""
+    for epoch in range(cfg.ppo_epochs):
+        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            yield rebalance_across_ranks(part, engine.data_parallel_group)
+
+
 def update_critic(batch, cfg: Config, step: int, engine, critic):
     """All optimizer steps of the critic on a batch; mean metrics."""
     loss_fn = partial(value_loss, cfg=cfg)
     with runs.keep_on_device(critic):
-        parts = runs.mini_batches(batch, cfg, step, engine)
+        parts = mini_batches(batch, cfg, step, engine)
         means = runs.mean_metrics([critic.train_batch(part, loss_fn) for part in parts])
     kept = ("loss", "grad_norm", "lr", "skipped_steps")
     return {f"critic/{name}": x for name, x in means.items() if name in kept}
@@ -179,7 +187,7 @@ def update_policy(batch, cfg: Config, step: int, engine):
     """All optimizer steps of the policy on a batch; mean metrics."""
     loss_fn, updates = partial(policy_loss, cfg=cfg), []
     with runs.keep_on_device(engine):
-        for part in runs.mini_batches(batch, cfg, step, engine):
+        for part in mini_batches(batch, cfg, step, engine):
             part.add(lm_weights=imitation_weights(part, engine))
             updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
     return runs.mean_metrics(updates)
