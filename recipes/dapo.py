@@ -30,6 +30,7 @@ from itertools import count
 from rlkit import runs
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
 from rlkit.data import collate, group_ids, rows_of_steps
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
     clipped_policy_loss,
     importance_weights,
@@ -65,7 +66,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     tokens of all ranks."""
-    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
@@ -75,6 +76,16 @@ def policy_loss(out, mb, cfg: Config):
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
+
+
+def update_policy(batch, cfg: Config, step: int, engine):
+    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
+    loss_fn, updates = partial(policy_loss, cfg=cfg), []
+    for epoch in range(cfg.ppo_epochs):
+        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            part = rebalance_across_ranks(part, engine.data_parallel_group)
+            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
+    return runs.mean_metrics(updates)
 
 
 def draw_groups(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
@@ -127,24 +138,23 @@ def scored_share(answers, engine) -> str:
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("dapo"):
-        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
-        runs.check_range("overlong_buffer", cfg.overlong_buffer, 0, cfg.max_new_tokens)
-        if cfg.epochs:
-            raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
-        task = runs.load_named_task(cfg, cfg.task)
-        run = runs.start_run("dapo", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        state = runs.resume(cfg, run, checkpoints=engine)
+    runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("overlong_buffer", cfg.overlong_buffer, 0, cfg.max_new_tokens)
+    if cfg.epochs:
+        raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
+    task = runs.load_named_task(cfg, cfg.task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * updates_per_batch)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    state = runs.resume(cfg, run, checkpoints=engine)
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
 
-    loss_fn = partial(policy_loss, cfg=cfg)
     draws = state.get("draws", 0)  # of all steps: the position in the data
     rows = rows_of_steps(task.train, count(draws), cfg.prompts_per_draw, cfg.seed)
     prompts_of_draws = runs.prefetch(map(sampler.encode, rows))
@@ -164,23 +174,19 @@ def main(cfg: Config) -> None:
         penalty = overlong_penalty(lengths, limit, cfg.overlong_buffer, cfg.overlong_penalty_factor)
         batch.add(advantages=grpo_advantages(batch.rewards + penalty, batch.group_ids))  # [B]
         with runs.keep_on_device(engine):
-            if per_batch > 1:
+            if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            updates = [
-                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
-                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
-            ]
-        metrics = runs.mean_metrics(updates)
+            metrics = update_policy(batch, cfg, step, engine)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers)
-        forwards = int(per_batch > 1)
-        metrics |= runs.batch_totals(cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards)
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(answers, metrics)
         metrics |= group_metrics(engine, penalty, groups, chosen, drawn * cfg.prompts_per_draw)
         show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, {"draws": draws}, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

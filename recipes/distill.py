@@ -84,7 +84,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """A token's advantage is how much likelier the teacher finds it than the student that sampled
     it."""
-    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.fields.get("old_logprobs", out.logprobs.detach())
     advantages = mb.teacher_logprobs - old
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     policy = clipped_policy_loss(out.logprobs, old, advantages, mb.mask, **clip)
@@ -114,7 +114,7 @@ def divergence(logits, teacher, cfg: Config, output_layer):  # [n, V], {name: [n
 
 def divergence_loss(out, mb, cfg: Config):
     """Mean divergence over all tokens."""
-    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.fields.get("old_logprobs", out.logprobs.detach())
     loss = token_mean(out.divergence, mb.mask, mb.total_tokens)
     return loss, {
         "divergence": loss,
@@ -158,19 +158,30 @@ def loss_functions(teacher, cfg: Config):
     return partial(divergence_loss, cfg=cfg), {"divergence": function}
 
 
+def update_student(batch, loss_fn, logit_functions, cfg: Config, step: int, engine):
+    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
+    options = {"outputs": ("logprobs", "entropy"), "logit_functions": logit_functions}
+    updates = []
+    for epoch in range(cfg.ppo_epochs):
+        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            part = rebalance_across_ranks(part, engine.data_parallel_group)
+            updates.append(engine.train_batch(part, loss_fn, **options))
+    return runs.mean_metrics(updates)
+
+
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("distill"):
-        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("distill", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
-        teacher = runs.build_teacher(cfg, run, task.train, processor, engine)
-        loss_fn, logit_functions = loss_functions(teacher, cfg)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    task = runs.load_named_task(cfg, cfg.task)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * updates_per_batch)
+    teacher = runs.build_teacher(cfg, run, task.train, processor, engine)
+    loss_fn, logit_functions = loss_functions(teacher, cfg)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
@@ -187,34 +198,24 @@ def main(cfg: Config) -> None:
         if cfg.teacher_servers:
             ask_servers(teacher, answers.generated, batch, cfg)
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
-        flops = 0 if cfg.teacher_servers else runs.engine_flops(teacher, batch)
-        counts = runs.batch_totals(
-            cfg, engine, batch, updates=cfg.ppo_epochs, forwards=per_batch > 1, flops=flops
-        )
+        counts = runs.totals(engine, tokens=batch.mask.sum())
         if not counts["tokens"]:
             run.stop("none of its rows can be asked about; see the log")
         if not cfg.teacher_servers:
             ask_engine(teacher, batch, cfg)
         with runs.keep_on_device(engine):
-            if per_batch > 1:
+            if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            updates = [
-                engine.train_batch(
-                    mini_batch,
-                    loss_fn,
-                    outputs=("logprobs", "entropy"),
-                    logit_functions=logit_functions,
-                )
-                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
-            ]
-        metrics = runs.mean_metrics(updates)
+            metrics = update_student(batch, loss_fn, logit_functions, cfg, step, engine)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | counts
+        sampler.report(answers, metrics)
         shown = "kl" if cfg.loss == "sampled_token" else "divergence"
         run.log(step, metrics, show={shown: shown, "entropy": "entropy", "reward": "reward/mean"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

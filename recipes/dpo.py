@@ -146,18 +146,18 @@ def add_reference(batch, reference):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("dpo"):
-        loss = loss_function(cfg)
-        task = runs.load_named_task(cfg, cfg.task, load_pairs)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("dpo", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        reference = None
-        if needs_reference(cfg):
-            reference = runs.build_reference(cfg, path, processor, engine)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    loss = loss_function(cfg)
+    task = runs.load_named_task(cfg, cfg.task, load_pairs)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    reference = None
+    if needs_reference(cfg):
+        reference = runs.build_reference(cfg, path, processor, engine)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
     loss_fn = partial(pair_loss, loss=loss, cfg=cfg)
@@ -182,9 +182,7 @@ def main(cfg: Config) -> None:
         run.phase("encode")
         pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
-        counts = runs.batch_totals(
-            cfg, engine, batch, forwards=bool(reference), skipped_rows=len(pairs.skipped)
-        )
+        counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(pairs.skipped))
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 
@@ -194,7 +192,8 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(batch, loss_fn)
         run.log(step, metrics | counts, show={"loss": "loss", "accuracy": "preference/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

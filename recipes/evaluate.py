@@ -140,19 +140,19 @@ def worst_answers(answers: list[dict], tasks, cfg: Config, processor) -> list:
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("evaluate"):
-        if cfg.group_size and cfg.group_size < min(cfg.pass_at, default=1):
-            raise ValueError(
-                f"pass_at: expected a k of at most group_size = {cfg.group_size}, got {cfg.pass_at}"
-            )
-        if len(set(cfg.task)) < len(cfg.task):
-            raise ValueError(f"task: expected each task once, got {', '.join(cfg.task)}")
-        tasks = [runs.load_named_task(cfg, name) for name in cfg.task]
-        name, heldout = "-".join(task.name for task in tasks), [task.heldout for task in tasks]
-        run = runs.start_run("evaluate", cfg, name, heldout=concatenate(heldout))
-        path, processor = runs.find_model(cfg, run, tasks[0].train)
-        engine = runs.build_scorer(cfg, path, processor)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
+    if cfg.group_size and cfg.group_size < min(cfg.pass_at, default=1):
+        raise ValueError(
+            f"pass_at: expected a k of at most group_size = {cfg.group_size}, got {cfg.pass_at}"
+        )
+    if len(set(cfg.task)) < len(cfg.task):
+        raise ValueError(f"task: expected each task once, got {', '.join(cfg.task)}")
+    tasks = [runs.load_named_task(cfg, name) for name in cfg.task]
+    name, heldout = "-".join(task.name for task in tasks), [task.heldout for task in tasks]
+    run = runs.start_run(cfg, name, heldout=concatenate(heldout))
+    path, processor = runs.find_model(cfg, run, tasks[0].train)
+    engine = runs.build_scorer(cfg, path, processor)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+
     samplers = [runs.PolicySampler(cfg, run, task, processor, engine, rollout) for task in tasks]
     batches = batches_of_tasks(tasks, cfg)
     answers, start = runs.resume_answers(cfg, run)

@@ -136,6 +136,11 @@ def scored_answers(sampler, prompts, future, failures: Failures) -> runs.Answers
     return runs.Answers(generated, rewards, parts, prompts.skipped, failures.take(), seconds)
 
 
+def staleness(samples, version: int):
+    """[B]: weight updates since the oldest weights that sampled an answer."""
+    return torch.tensor([float(version - sample.version) for sample in samples])
+
+
 def cancel(requested) -> None:
     """Have the servers stop work on batches that will not be trained on."""
     for _, future in requested:
@@ -148,17 +153,16 @@ def main(cfg: Config) -> None:
 
 
 def run_on_servers(cfg: Config, stack: ExitStack) -> None:
-    with runs.one_sentence_errors("grpo_async"):
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
-        runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
-        task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
-        tables = task.train, task.heldout
-        run = runs.start_run("grpo_async", cfg, task.name, *tables, starts_servers=True)
-        path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        rollout = build_server_rollout(cfg, run, path, processor, engine, stack)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
+    task = runs.load_named_task(cfg, cfg.task)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout, starts_servers=True)
+    path, processor = runs.find_model(cfg, run, task.train)
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    rollout = build_server_rollout(cfg, run, path, processor, engine, stack)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, sends_weights=False)
     heldout = sampler.encode(enumerate(task.heldout))
     evaluate = partial(runs.evaluate_heldout, sampler, heldout)
@@ -184,8 +188,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
 
         run.phase("train")
         batch = collate(answers.scored)
-        age = [float(rollout.version - sample.version) for sample in answers.scored]
-        batch.add(staleness=torch.tensor(age))
+        batch.add(staleness=staleness(answers.scored, rollout.version))  # [B]
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
@@ -196,10 +199,12 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         if step + ahead < cfg.steps:
             requested.append(request_step(step + ahead))
 
-        metrics |= sampler.metrics(answers) | runs.batch_totals(cfg, engine, batch)
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(answers, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
         if step == start or (step + 1) % cfg.save_every == 0:  # it waits until servers are free
             check_weights()

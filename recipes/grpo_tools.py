@@ -73,7 +73,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     policy's tokens of all ranks."""
-    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
@@ -87,6 +87,16 @@ def policy_loss(out, mb, cfg: Config):
         loss = loss + cfg.kl_coef * kl
         metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
+
+
+def update_policy(batch, cfg: Config, step: int, engine):
+    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
+    loss_fn, updates = partial(policy_loss, cfg=cfg), []
+    for epoch in range(cfg.ppo_epochs):
+        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            part = rebalance_across_ranks(part, engine.data_parallel_group)
+            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
+    return runs.mean_metrics(updates)
 
 
 def episodes(cfg: Config, rollout, tool, processor, engine):
@@ -143,29 +153,27 @@ def with_tiny_model(cfg: Config, path: Path, task, tool) -> Config:
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("grpo_tools"):
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
-        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        if cfg.max_response_tokens:
-            runs.check_range("max_response_tokens", cfg.max_response_tokens, cfg.max_new_tokens)
-        task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
-        tool = load_function(cfg.tool, "tool")
-        run = runs.start_run("grpo_tools", cfg, task.name, task.train, task.heldout)
-        cfg = with_tiny_model(cfg, run.out / "init", task, tool)
-        path, processor = runs.find_model(cfg, run, task.train)
-        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
-        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    if cfg.max_response_tokens:
+        runs.check_range("max_response_tokens", cfg.max_response_tokens, cfg.max_new_tokens)
+    task = runs.load_named_task(cfg, cfg.task)
+    cfg = runs.with_epochs(cfg, task)
+    tool = load_function(cfg.tool, "tool")
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    cfg = with_tiny_model(cfg, run.out / "init", task, tool)
+    path, processor = runs.find_model(cfg, run, task.train)
+    updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * updates_per_batch)
+    reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     play = episodes(cfg, rollout, tool, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, generate=play)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
-    loss_fn = partial(policy_loss, cfg=cfg)
-    forwards = bool(reference) + (per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
@@ -181,21 +189,19 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             if reference:
                 batch.add(ref_logprobs=reference(batch))
-            if per_batch > 1:
+            if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            updates = [
-                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
-                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
-            ]
-        metrics = runs.mean_metrics(updates)
+            metrics = update_policy(batch, cfg, step, engine)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)
-        metrics |= runs.batch_totals(cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards)
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+        metrics |= turns_and_aborted(answers, engine)
+        sampler.report(answers, metrics)
         show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     answers = evaluate("after")

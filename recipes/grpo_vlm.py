@@ -81,7 +81,7 @@ def clip_range(cfg: Config) -> dict[str, float]:
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens counts the
     tokens of the whole batch, over all ranks."""
-    old = mb.old_logprobs if cfg.ppo_epochs * cfg.mini_batches > 1 else out.logprobs.detach()
+    old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = clip_range(cfg)
     given = out.logprobs, old, mb.advantages, mb.mask
     loss = LOSSES[cfg.loss](*given, **clip)
@@ -101,25 +101,33 @@ def policy_loss(out, mb, cfg: Config):
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
+def update_policy(batch, cfg: Config, step: int, engine):
+    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
+    loss_fn, updates = partial(policy_loss, cfg=cfg), []
+    for epoch in range(cfg.ppo_epochs):
+        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            part = rebalance_across_ranks(part, engine.data_parallel_group)
+            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
+    return runs.mean_metrics(updates)
+
+
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("grpo_vlm"):
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
-        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("grpo_vlm", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * per_batch)
-        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    task = runs.load_named_task(cfg, cfg.task)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * updates_per_batch)
+    reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
-    loss_fn = partial(policy_loss, cfg=cfg)
-    forwards = bool(reference) + (per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
@@ -135,20 +143,17 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             if reference:
                 batch.add(ref_logprobs=reference(batch))
-            if per_batch > 1:
+            if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            updates = [
-                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
-                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
-            ]
-        metrics = runs.mean_metrics(updates)
+            metrics = update_policy(batch, cfg, step, engine)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers)
-        metrics |= runs.batch_totals(cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards)
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(answers, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

@@ -111,17 +111,17 @@ def estimate_z0(others, cfg: Config, engine, reference):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("kto"):
-        if cfg.baseline and cfg.prompts_per_step == 1:
-            raise ValueError("prompts_per_step: expected at least 2 without --no_baseline, got 1")
-        task = runs.load_named_task(cfg, cfg.task, load_unpaired)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("kto", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        reference = runs.build_reference(cfg, path, processor, engine)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    if cfg.baseline and cfg.prompts_per_step == 1:
+        raise ValueError("prompts_per_step: expected at least 2 without --no_baseline, got 1")
+    task = runs.load_named_task(cfg, cfg.task, load_unpaired)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    reference = runs.build_reference(cfg, path, processor, engine)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     others = other_answer if cfg.baseline else None
     encode = runs.answer_encoder(cfg, run, path, processor, engine, own_answer, others)
@@ -153,8 +153,7 @@ def main(cfg: Config) -> None:
         answers = next(answers_of_steps)
         batch = rebalance_across_ranks(own_batch(answers.sequences), engine.data_parallel_group)
         good = engine.global_sum(batch.label.sum()).item()
-        skipped, forwards = len(answers.skipped), 1 + 2 * cfg.baseline
-        counts = runs.batch_totals(cfg, engine, batch, forwards=forwards, skipped_rows=skipped)
+        counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(answers.skipped))
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 
@@ -166,7 +165,8 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}
         run.log(step, metrics, show={"loss": "loss", "accuracy": "marked/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

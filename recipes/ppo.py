@@ -38,6 +38,7 @@ from rlkit.advantages import (
 )
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
 from rlkit.data import collate, rows_of_steps
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.losses import (
     clipped_policy_loss,
@@ -165,11 +166,18 @@ def batch_metrics(batch, engine):
     return metrics | {"value/explained_variance": explained}
 
 
+def mini_batches(batch, cfg: Config, step: int, engine):
+    """The mini-batches of `ppo_epochs` passes over a batch."""
+    for epoch in range(cfg.ppo_epochs):
+        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            yield rebalance_across_ranks(part, engine.data_parallel_group)
+
+
 def update_critic(batch, cfg: Config, step: int, engine, critic):
     """All optimizer steps of the critic on a batch; mean metrics."""
     loss_fn = partial(value_loss, cfg=cfg)
     with runs.keep_on_device(critic):
-        parts = runs.mini_batches(batch, cfg, step, engine)
+        parts = mini_batches(batch, cfg, step, engine)
         means = runs.mean_metrics([critic.train_batch(part, loss_fn) for part in parts])
     kept = ("loss", "grad_norm", "lr", "skipped_steps")
     return {f"critic/{name}": x for name, x in means.items() if name in kept}
@@ -179,20 +187,10 @@ def update_policy(batch, cfg: Config, step: int, engine):
     """All optimizer steps of the policy on a batch; mean metrics."""
     loss_fn, updates = partial(policy_loss, cfg=cfg), []
     with runs.keep_on_device(engine):
-        for part in runs.mini_batches(batch, cfg, step, engine):
+        for part in mini_batches(batch, cfg, step, engine):
             part.add(lm_weights=imitation_weights(part, engine))
             updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
     return runs.mean_metrics(updates)
-
-
-def step_totals(batch, cfg: Config, engine, critic):
-    """Tokens, and FLOPs of both models: one pass for the estimates, and those of the updates."""
-    flops = runs.engine_flops(critic, batch, head=False)
-    flops *= 1 + runs.training_passes(cfg, cfg.ppo_epochs)
-    forwards = 1 + bool(cfg.kl_coef)
-    return runs.batch_totals(
-        cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards, flops=flops
-    )
 
 
 def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
@@ -201,29 +199,28 @@ def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("ppo"):
-        runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("ppo", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        per_step = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-        policy_steps = (cfg.steps - cfg.critic_warmup) * per_step
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
-        critic = build_critic(cfg, path, processor, cfg.steps * per_step)
-        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
-        rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
-        state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
+    runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    task = runs.load_named_task(cfg, cfg.task)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
+    policy_steps = (cfg.steps - cfg.critic_warmup) * updates_per_batch
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
+    critic = build_critic(cfg, path, processor, cfg.steps * updates_per_batch)
+    reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
+    rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
+    state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
-    runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
+    start = state["step"]
+    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
-    rows = rows_of_steps(
-        task.train, range(state["step"], cfg.steps), cfg.prompts_per_step, cfg.seed
-    )
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
-    for step in run.steps(state["step"], cfg.steps):
+    for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
@@ -251,11 +248,13 @@ def main(cfg: Config) -> None:
         if step >= cfg.critic_warmup:
             metrics |= update_policy(batch, cfg, step, engine)
 
-        metrics |= sampler.metrics(answers) | step_totals(batch, cfg, engine, critic)
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=mask.sum())
+        sampler.report(answers, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
         state = {"moments": vars(moments)}
         runs.save(cfg, run, step, state, checkpoints=engine, critic_checkpoints=critic)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine, critic=critic)

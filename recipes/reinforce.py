@@ -105,17 +105,17 @@ def greedy_rewards(sampler, prompts, group_ids):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("reinforce"):
-        if cfg.advantage not in ("remax", "reinforce_plus_plus"):
-            runs.check_range("group_size", cfg.group_size, 2)  # answers are compared
-        task = runs.load_named_task(cfg, cfg.task)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("reinforce", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    if cfg.advantage not in ("remax", "reinforce_plus_plus"):
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared
+    task = runs.load_named_task(cfg, cfg.task)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
@@ -144,11 +144,12 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers)
-        metrics |= runs.batch_totals(cfg, engine, batch, forwards=bool(reference))
+        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(answers, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

@@ -75,13 +75,13 @@ def pair_batch(sequences):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("reward_model"):
-        task = runs.load_named_task(cfg, cfg.task, load_pairs)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("reward_model", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train, warm_up_steps=200, label_noise=0.0)
-        engine = runs.build_value_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    task = runs.load_named_task(cfg, cfg.task, load_pairs)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train, warm_up_steps=200, label_noise=0.0)
+    engine = runs.build_value_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     loss_fn = partial(pair_loss, centre_coef=cfg.centre_coef)
     encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
     heldout = encode(enumerate(task.heldout))
@@ -105,8 +105,8 @@ def main(cfg: Config) -> None:
         run.phase("encode")
         pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
-        counts = {"skipped_rows": len(pairs.skipped), "tokens": sum(batch.lengths)}
-        counts = runs.batch_totals(cfg, engine, batch, head=False, **counts)
+        tokens, skipped = sum(batch.lengths), len(pairs.skipped)
+        counts = runs.totals(engine, tokens=tokens, skipped_rows=skipped)
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 
@@ -114,7 +114,8 @@ def main(cfg: Config) -> None:
         metrics = engine.train_batch(batch, loss_fn)
         run.log(step, metrics | counts, show={"loss": "loss", "accuracy": "preference/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

@@ -51,14 +51,14 @@ def evaluate_chats(when: str, run, engine, sampler, chats):
 
 
 def main(cfg: Config) -> None:
-    with runs.one_sentence_errors("sft"):
-        task = runs.load_named_task(cfg, cfg.task, load_chats)
-        cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("sft", cfg, task.name, task.train, task.heldout)
-        path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        rollout = runs.build_rollout(cfg, path, processor, engine)
-        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    task = runs.load_named_task(cfg, cfg.task, load_chats)
+    cfg = runs.with_epochs(cfg, task)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    path, processor = runs.find_model(cfg, run, task.train)
+    engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    rollout = runs.build_rollout(cfg, path, processor, engine)
+    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     last_only = cfg.train_on == "last"
     encode = runs.chat_encoder(cfg, run, path, processor, engine, last_only=last_only)
@@ -71,7 +71,7 @@ def main(cfg: Config) -> None:
         run.phase("encode")
         chats = next(chats_of_steps)
         batch = rebalance_across_ranks(collate(chats.sequences), engine.data_parallel_group)
-        counts = runs.batch_totals(cfg, engine, batch, skipped_rows=len(chats.skipped))
+        counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(chats.skipped))
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 
@@ -79,7 +79,8 @@ def main(cfg: Config) -> None:
         metrics = engine.train_batch(batch, loss_fn)
         run.log(step, metrics | counts, show={"loss": "loss"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+        runs.evaluate_when_due(cfg, run, evaluate, engine)
+        if runs.out_of_patience(cfg, run):
             break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)

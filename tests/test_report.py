@@ -317,7 +317,10 @@ def test_a_step_keeps_all_answers_to_its_first_prompts(tmp_path):
     run = Run(tmp_path, {})
     rollout = SimpleNamespace(generate=None)
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
-    run.log(5, sampler.metrics(some_answers()))
+    answers = some_answers()
+    metrics = sampler.metrics(answers)
+    sampler.report(answers, metrics)
+    run.log(5, metrics)
     first, second = read_records(tmp_path / SAMPLES)
     (name,) = first["images"]
     answers = first.pop("answers")

@@ -115,6 +115,20 @@ def test_phases_are_timed(tmp_path, monkeypatch):
     assert second == {"step": 1, "tokens": 1, "time/train": 0.0, "time/checkpoint": 3.0}  # no token in no time
 
 
+def test_flops_are_those_of_the_training_phase(tmp_path):
+    """An evaluation with the same engine, after a step was logged, is no part of the next step's `flops`."""
+    counted = iter([1, 2, 4, 8, 0, 32, 64])
+    run = Run(tmp_path, {}, take_flops=lambda: float(next(counted)))
+    run.phase("train")  # 1 of setting up
+    run.phase("encode")
+    run.phase("train")  # 4 of encoding
+    run.log(0, {"tokens": 1})  # 2 + 8
+    run.phase("evaluate")
+    run.log(1, {})  # 32 of the evaluation
+    run.log(2, {"tokens": 1})  # there is no phase "train"
+    assert [line.get("flops") for line in lines(run)] == [10.0, 0.0, None]
+
+
 def test_peak_memory_of_each_phase(tmp_path, monkeypatch):
     """Of a phase that comes twice the larger peak; without a GPU none is logged."""
     run = Run(tmp_path, {})

@@ -3,6 +3,9 @@
     flops = batch_flops(engine.config, batch)      # one forward of this rank's rows
     training = 3 * flops                           # with its backward; 2 * flops if most weights are frozen (LoRA)
 
+Engines count each of their passes with `count_pass`. `take_flops()` returns the sum of all engines of the process, so
+that a run can log it without knowing which passes a recipe makes.
+
 Matrices of `n` weights cost 2n per token in the forward (a multiplication and an addition) and twice that in the
 backward: the 6N of Kaplan et al. (https://arxiv.org/abs/2001.08361, section 2.1) and of PaLM
 (https://arxiv.org/abs/2204.02311, appendix B). Recomputed activations are not counted, as in PaLM's MFU.
@@ -151,6 +154,42 @@ def _tower_flops(vision: Any, image_patches: Sequence[int]) -> int:
         pairs = patches * (full_blocks * patches + (depth - full_blocks) * min(patches, window))
         total += 2 * (embedding + depth * block) * patches + 4 * width * pairs + 2 * merger * (patches // merge)
     return total
+
+
+class _FlopCounter:
+    """FLOPs of the passes of all engines in this process, since they were last taken."""
+
+    def __init__(self) -> None:
+        self.flops = 0.0
+
+
+_counter = _FlopCounter()
+
+
+def count_pass(engine: Any, batch: Batch, *, backward: bool = False) -> None:
+    """Add an engine's pass over a batch to the FLOPs that `take_flops` returns. An engine calls this in its methods.
+
+    A backward counts as two forwards; as one if the engine trains adapters alone, as the gradient of most weights is
+    not computed then.
+
+    Args:
+        engine: its `config`, `known_outputs`, `share_prompts`, `has_adapters` and `model_parallel_group` are read.
+        batch: this rank's rows. Ranks of a model-parallel group have the same rows, and each counts its share.
+        backward: whether the pass has a backward.
+    """
+    head, share_prompts = "logprobs" in engine.known_outputs, getattr(engine, "share_prompts", True)
+    passes = 1 + (1 if getattr(engine, "has_adapters", False) else 2) * backward
+    ranks = 1 if engine.model_parallel_group is None else engine.model_parallel_group.size()
+    _counter.flops += passes * batch_flops(engine.config, batch, share_prompts=share_prompts, head=head) / ranks
+
+
+def take_flops() -> float:
+    """FLOPs that the engines of this process have computed since the last call. The sum over ranks is that of all.
+
+    nan if one of the models is of a family whose FLOPs are not known.
+    """
+    taken, _counter.flops = _counter.flops, 0.0
+    return taken
 
 
 def batch_flops(config: Any, batch: Batch, *, share_prompts: bool = True, head: bool = True) -> float:

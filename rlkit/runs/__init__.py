@@ -1,16 +1,17 @@
 """The parts of a recipe that do not depend on its algorithm: options, models, sampling, evaluation, checkpoints.
 
-A recipe calls these functions, in this order:
+A recipe is a function `main(cfg)` that `run_recipe(main)` calls. It calls these functions, in this order:
 
-    with one_sentence_errors("my_recipe"):
-        task = load_named_task(cfg, cfg.task)
-        run = start_run("my_recipe", cfg, task.name, task.train, task.heldout)     # claims the directory
-        path, processor = find_model(cfg, run, task.train)
-        engine = build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-        rollout = build_rollout(cfg, path, processor, engine)
-        start = resume(cfg, run, checkpoints=engine)["step"]
+    task = load_named_task(cfg, cfg.task)
+    run = start_run(cfg, task.name, task.train, task.heldout)     # claims the directory
+    path, processor = find_model(cfg, run, task.train)
+    engine = build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
+    rollout = build_rollout(cfg, path, processor, engine)
+    start = resume(cfg, run, checkpoints=engine)["step"]
     ...
     finish(cfg, run, shown, model=engine)
+
+Until `resume` has returned, a ValueError or ImportError ends the process with one sentence, as do bad options.
 """
 
 from rlkit.runs.answers import Answers, Prompts
@@ -19,9 +20,10 @@ from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.command_line import parse_options
 from rlkit.runs.evaluation import (
     evaluate_at_start,
-    evaluate_every,
+    evaluate_when_due,
     mean_and_error,
     means_of_rows,
+    out_of_patience,
     pass_at_k,
     record_evaluation,
     with_intervals,
@@ -57,8 +59,8 @@ from rlkit.runs.sampling import PolicySampler, context_length
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
-from rlkit.runs.totals import batch_totals, engine_flops, mean_metrics, totals, training_passes
-from rlkit.runs.updates import group_ids_of_all_ranks, keep_on_device, mini_batches
+from rlkit.runs.totals import mean_metrics, totals
+from rlkit.runs.updates import group_ids_of_all_ranks, keep_on_device, split_by_prompt
 from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flags, processor_flags
 
 __all__ = [
@@ -81,7 +83,6 @@ __all__ = [
     "adapter_flags",
     "answer_encoder",
     "append_answers",
-    "batch_totals",
     "build_engine",
     "build_reference",
     "build_rollout",
@@ -92,10 +93,9 @@ __all__ = [
     "check_range",
     "check_rollout_takes_adapters",
     "context_length",
-    "engine_flops",
     "evaluate_at_start",
-    "evaluate_every",
     "evaluate_heldout",
+    "evaluate_when_due",
     "find_model",
     "finish",
     "global_loss",
@@ -106,9 +106,9 @@ __all__ = [
     "mean_and_error",
     "means_of_rows",
     "mean_metrics",
-    "mini_batches",
     "prefetch",
     "one_sentence_errors",
+    "out_of_patience",
     "parse_options",
     "pass_at_k",
     "processor_flags",
@@ -117,9 +117,9 @@ __all__ = [
     "resume_answers",
     "run_recipe",
     "save",
+    "split_by_prompt",
     "start_run",
     "totals",
-    "training_passes",
     "with_epochs",
     "with_intervals",
 ]

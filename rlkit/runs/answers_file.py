@@ -18,13 +18,14 @@ def resume_answers(cfg: RunOptions, run: Run) -> tuple[list[dict[str, Any]], int
     """The answers in all batches that were logged before, and the number of these batches; none in a new run.
 
     The answers in a batch are written before the batch is logged. Those in a batch that was not logged are removed from
-    the file, since the resumed run repeats the batch.
+    the file, since the resumed run repeats the batch. This ends the set-up of a run.
     """
     log = run.out / METRICS
     start = len(read_metrics(log)) if cfg.resume and log.exists() else 0
     answers = [answer for answer in read_metrics(run.out / ANSWERS) if answer["step"] < start] if start else []
     if run.is_main_process:
         (run.out / ANSWERS).write_text(_as_lines(answers))
+    run.is_set_up = True
     return answers, start
 
 

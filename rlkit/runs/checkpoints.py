@@ -26,7 +26,9 @@ from rlkit.tracking import Run
 
 
 def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
-    """Load the newest checkpoint of each engine if `cfg.resume` is set. All ranks call this together.
+    """Load the newest checkpoint of each engine if `cfg.resume` is set. This ends the set-up of a run.
+
+    All ranks call this together.
 
     A damaged checkpoint is renamed to `step_<n>.damaged`, and the one before it is loaded.
 
@@ -41,6 +43,13 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
 
     The run ends with an error message if a rank does not see the checkpoints that rank 0 sees.
     """
+    state = _newest_state(cfg, run, engines)
+    run.is_set_up = True
+    return state
+
+
+def _newest_state(cfg: RunOptions, run: Run, engines: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the newest intact checkpoints; returns the state that they were saved with."""
     end_after_step(run)
     saved = decided_by_rank_0(lambda: checkpoints(run.out / POLICY)) if cfg.resume else []
     if not saved:

@@ -125,7 +125,7 @@ def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], 
 
     Args:
         start: number of finished steps.
-        evaluate, engine: as in `evaluate_every`.
+        evaluate, engine: as in `evaluate_when_due`.
     """
     run.drop_metrics_from(start or -1)  # -1: also the answers from before training, which are logged again
     if start == 0:
@@ -141,7 +141,7 @@ def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], 
             evaluate("during")
         if start not in steps or exported != start:
             _keep_if_best(cfg, run, engine)
-        run.ended = _patience_is_over(cfg, run)
+        run.ended = out_of_patience(cfg, run)
 
 
 def _check_results(cfg: Any, run: Run) -> None:
@@ -167,28 +167,28 @@ def _drop_evaluations_after(run: Run, step: int) -> None:
         run.log_evaluation(evaluations=kept)
 
 
-def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any], engine: Any) -> bool:
+def evaluate_when_due(cfg: Any, run: Run, evaluate: Callable[[str], Any], engine: Any) -> None:
     """Evaluate after every `cfg.evaluate_every` steps, and keep the best model with `cfg.keep_best`.
 
-    All ranks call this together after a step. It does nothing after the last step, where the recipe itself evaluates.
+    All ranks call this together after a step was logged. It does nothing after the last step, where the recipe itself
+    evaluates.
 
     Args:
-        step: the finished step.
         evaluate: called with "during"; it evaluates and calls `record_evaluation`.
         engine: its model is exported to `best`, in Hugging Face format, if the result is the best so far.
-
-    Returns:
-        Whether to stop training: none of the last `cfg.patience` evaluations was better than the best one before them.
     """
-    finished = step + 1
-    if not _is_due(cfg, finished):
+    if _is_due(cfg, run.step + 1):
+        evaluate("during")
+        _keep_if_best(cfg, run, engine)
+
+
+def out_of_patience(cfg: Any, run: Run) -> bool:
+    """Whether training is to end after an evaluation: none of the last `cfg.patience` was better than the best before.
+
+    All ranks call this together after `evaluate_when_due`. A line says so.
+    """
+    if not _is_due(cfg, run.step + 1):
         return False
-    evaluate("during")
-    _keep_if_best(cfg, run, engine)
-    return _patience_is_over(cfg, run)
-
-
-def _patience_is_over(cfg: Any, run: Run) -> bool:
     best, since = decided_by_rank_0(lambda: best_step(_evaluations(run)))
     stops = 0 < cfg.patience <= since
     if stops and run.is_main_process:

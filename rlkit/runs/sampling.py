@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -254,13 +254,21 @@ class PolicySampler:
     def metrics(self, answers: Answers) -> dict[str, float]:
         """Metrics for `Run.log`, over the answers of all ranks; see `rlkit.runs.answers.answer_metrics`.
 
-        If the policy cannot learn from the answers, a warning says why, once. Answers to rank 0's first prompts are
-        kept for the page. `weight_sync/bytes` is the size of what the sampling back end was sent for the answers.
+        `weight_sync/bytes` is the size of what the sampling back end was sent for the answers.
         """
-        if self.run.is_main_process:
-            keep_answers(self.run, answers, self.cfg.log_prompts)
         metrics = answer_metrics(answers, self.engine)
         if self.sent_bytes:  # none are sent to hf
             metrics["weight_sync/bytes"] = self.sent_bytes
-        self.warnings.check(metrics)
         return metrics
+
+    def report(self, answers: Answers, metrics: Mapping[str, float]) -> None:
+        """Show people the answers: those to rank 0's first prompts are on the page after the next `Run.log`.
+
+        If the policy cannot learn from the answers, a warning says why, once.
+
+        Args:
+            metrics: include those of `metrics(answers)`.
+        """
+        if self.run.is_main_process:
+            keep_answers(self.run, answers, self.cfg.log_prompts)
+        self.warnings.check(metrics)

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from rlkit.data.samples import Row
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import take_flops
 from rlkit.profiling import StepProfiler
 from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
@@ -52,14 +53,16 @@ from rlkit.tracking import Run
 
 @record  # shows tracebacks in torchrun's summary
 def run_recipe(main: Callable[[Any], None]) -> None:
-    """Call `main(cfg)` with the options of the command line. The annotation of `cfg` is the dataclass of options."""
+    """Call `main(cfg)` with the options of the command line. The annotation of `cfg` is the dataclass of options.
+
+    An option that cannot be used ends the process with one sentence, see `one_sentence_set_up_errors`.
+    """
     (config,) = inspect.signature(main, eval_str=True).parameters.values()
     module = sys.modules[main.__module__]
     name = Path(module.__file__ or "").stem
     try:
-        with outside_endings(name), explained_out_of_memory():
-            with one_sentence_errors(name):
-                cfg = parse_options(config.annotation, module.__doc__ or "")
+        with outside_endings(name), explained_out_of_memory(), one_sentence_set_up_errors(name):
+            cfg = parse_options(config.annotation, module.__doc__ or "")
             use_expandable_segments(cfg)
             main(cfg)
     except SystemExit as end:
@@ -84,8 +87,30 @@ def one_sentence_errors(recipe: str) -> Iterator[None]:
         sys.exit(f"{recipe}: {error}")
 
 
+_started: list[Run] = []  # by the recipe of this process
+
+
+@contextmanager
+def one_sentence_set_up_errors(recipe: str) -> Iterator[None]:
+    """`one_sentence_errors` until the run is set up: until its `resume` has returned or its first phase has begun.
+
+    Later errors keep their tracebacks. They are faults of the program, not options that a person can change.
+    """
+    _started.clear()
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if any(run.is_set_up for run in _started):
+            raise
+        sys.exit(f"{recipe}: {error}")
+
+
+def recipe_name(cfg: Any) -> str:
+    """The name of the file that defines the class of these options, without .py: that of the recipe, or of its copy."""
+    return Path(inspect.getfile(type(cfg))).stem
+
+
 def start_run(
-    recipe: str,
     cfg: RunOptions,
     task: str,
     train: Sequence[Row] = (),
@@ -96,7 +121,8 @@ def start_run(
     """Join the other ranks, claim the run's directory and servers, and open its logs, before anything is loaded.
 
     Args:
-        recipe, task: the run's name is RECIPE-TASK-seedSEED.
+        cfg: options of the recipe; the file that defines their class gives the run's name.
+        task: the run's name is RECIPE-TASK-seedSEED.
         train: rows to train on. A resumed run is refused if they are others; the plan of the run's memory looks at
             them, see `planned_memory`.
         heldout: rows to evaluate on, likewise.
@@ -122,7 +148,7 @@ def start_run(
     torch.manual_seed(cfg.seed)  # all ranks initialize the same adapters
     init_distributed()
     disable_progress_bar()  # that of transformers; the run has its own
-    name = f"{recipe}-{task}-seed{cfg.seed}"
+    name = f"{recipe_name(cfg)}-{task}-seed{cfg.seed}"
     out = claim_directory(cfg.out, name, resume=cfg.resume)
     contents = recorded_contents(cfg, train, heldout)
     changes = check_resumed_options(out, cfg, contents)
@@ -147,6 +173,8 @@ def start_run(
         profiler=StepProfiler(out / "profile", cfg.profile_steps, dist.get_rank()) if cfg.profile_steps else None,
         watchdog=cfg.watchdog,
         planned_memory=planned,
+        take_flops=take_flops,
     )
+    _started.append(run)
     watch_memory(run, record=cfg.memory_snapshot)
     return run

@@ -9,51 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Batch
-from rlkit.engines.flops import batch_flops
-from rlkit.runs.options import AdapterOptions
-
 
 def totals(engine: Any, **counts: float | Tensor) -> dict[str, float]:
-    """Sum each count over all ranks."""
+    """Sum each count over all ranks, for example the trained tokens of a step: `tokens=batch.mask.sum()`.
+
+    `Run.log` computes tokens per second from `tokens`.
+    """
     summed = engine.global_sum(torch.tensor([float(x) for x in counts.values()], dtype=torch.float64))
     return dict(zip(counts, summed.tolist(), strict=True))
-
-
-def batch_totals(
-    cfg: AdapterOptions,
-    engine: Any,
-    batch: Batch,
-    *,
-    updates: int = 1,
-    forwards: int = 0,
-    head: bool = True,
-    flops: float = 0.0,
-    **counts: float | Tensor,
-) -> dict[str, float]:
-    """`tokens`, `flops` and further counts of a step, over all ranks. `Run.log` computes throughput and MFU from them.
-
-    Args:
-        batch: this rank's rows.
-        updates: optimizer steps per row.
-        forwards: further forward passes over all rows, e.g. of the reference policy.
-        head: whether the model has an output layer over the vocabulary; False for a value model.
-        flops: FLOPs of other models on this rank's rows.
-        counts: further counts of this rank. By default `tokens` are those in the mask.
-    """
-    passes = training_passes(cfg, updates) + forwards
-    flops += passes * engine_flops(engine, batch, head=head)
-    return totals(engine, **{"tokens": batch.mask.sum(), "flops": flops, **counts})
-
-
-def engine_flops(engine: Any, batch: Batch, *, head: bool = True) -> float:
-    """FLOPs of one forward pass of an engine over this rank's rows. See `rlkit.engines.flops.batch_flops`."""
-    return batch_flops(engine.config, batch, share_prompts=getattr(engine, "share_prompts", True), head=head)
-
-
-def training_passes(cfg: AdapterOptions, updates: int = 1) -> int:
-    """Cost of optimizer steps on a batch, in forward passes: a backward pass counts as two, or as one with LoRA."""
-    return updates * (2 if cfg.lora_rank else 3)
 
 
 def mean_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""For several optimizer steps on a batch: mini-batches, and weights that stay on the device meanwhile."""
+"""For several optimizer steps on a batch: parts of it, and weights that stay on the device meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,33 +21,27 @@ def group_ids_of_all_ranks(group_ids: Tensor, engine: Any) -> np.ndarray:
     return np.array(sorted(set().union(*of_ranks)), dtype=np.int64)
 
 
-def mini_batches(batch: Batch, cfg: Any, step: int, engine: Any) -> Iterator[Batch]:
-    """The mini-batches of `cfg.ppo_epochs` passes over a batch, each made when it is needed.
+def split_by_prompt(batch: Batch, parts: int, engine: Any, seed: Sequence[int]) -> Iterator[Batch]:
+    """Shuffle the prompts of all ranks and split them into parts, each made when it is needed.
 
-    Every pass shuffles the prompts and splits them into `cfg.mini_batches` parts. A mini-batch has all answers to its
-    prompts, which are the same on any number of ranks. Its rows are moved so that all ranks have about as many tokens.
-    Mini-batches without a trained token are left out; if the whole batch has none, each pass yields it. All ranks call
+    A part has all answers to its prompts, which are the same on any number of ranks. Parts without a trained token are
+    left out. One part is the batch itself, and so is the only part of a batch without any trained token. All ranks call
     this together.
 
     Args:
         batch: rows of this rank.
-        cfg: options of the recipe.
-        step: gives, with `cfg.seed`, the order of the prompts.
+        parts: number of parts; at most one for each prompt.
+        seed: numbers that give the order of the prompts, such as (seed of the run, step, epoch).
     """
-    from rlkit.engines.balance import rebalance_across_ranks  # it imports transformers, which takes seconds
-
-    if cfg.mini_batches == 1 or not engine.global_sum(batch.mask.sum()):
-        for _ in range(cfg.ppo_epochs):
-            yield rebalance_across_ranks(batch, engine.data_parallel_group)
+    if parts == 1 or not engine.global_sum(batch.mask.sum()):
+        yield batch
         return
-    prompts = group_ids_of_all_ranks(batch.group_ids, engine)
-    for epoch in range(cfg.ppo_epochs):
-        shuffled = np.random.default_rng((cfg.seed, step, epoch)).permutation(prompts)
-        for first in range(min(cfg.mini_batches, len(shuffled))):
-            rows = np.flatnonzero(np.isin(batch.group_ids, shuffled[first :: cfg.mini_batches]))
-            part = batch.select(rows.tolist())
-            if engine.global_sum(part.mask.sum()):
-                yield rebalance_across_ranks(part, engine.data_parallel_group)
+    shuffled = np.random.default_rng(seed).permutation(group_ids_of_all_ranks(batch.group_ids, engine))
+    for first in range(min(parts, len(shuffled))):
+        rows = np.flatnonzero(np.isin(batch.group_ids, shuffled[first::parts]))
+        part = batch.select(rows.tolist())
+        if engine.global_sum(part.mask.sum()):
+            yield part
 
 
 def keep_on_device(engine: Any) -> AbstractContextManager[None]:

@@ -31,7 +31,13 @@ from rlkit.tracking.files import (
     versions,
 )
 from rlkit.tracking.status import progress_bar, show_phase
-from rlkit.tracking.throughput import gpu_peak, highest_of_all_ranks, peak_flops_of_all_ranks, rates
+from rlkit.tracking.throughput import (
+    gpu_peak,
+    highest_of_all_ranks,
+    peak_flops_of_all_ranks,
+    rates,
+    sum_of_all_ranks,
+)
 from rlkit.tracking.trackers import start_trackers
 from rlkit.tracking.watchdog import watch
 
@@ -59,6 +65,8 @@ class Run:
             watchdog. It only reads files in `out`; the lowest responsive rank prints. `kill -USR1 <pid>` prints the
             stacks of a process.
         planned_memory: GiB that are expected in a phase, logged as `planned_memory/<phase>`.
+        take_flops: returns the FLOPs that this rank has computed since the last call, see rlkit.engines.flops. Those of
+            the phase "train" are logged as `flops`, summed over all ranks.
 
     Raises:
         ValueError: a tracker is unknown or not installed.
@@ -77,6 +85,7 @@ class Run:
         profiler: Any = None,
         watchdog: float = 0.0,
         planned_memory: Mapping[str, float] | None = None,
+        take_flops: Callable[[], float] | None = None,
     ) -> None:
         self.out, self.is_main_process, self.name = Path(out), is_main_process, name or Path(out).name
         self.started = time.monotonic()
@@ -90,6 +99,7 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
+        self.is_set_up = False  # whether errors are faults of the program, not unusable options; see rlkit.runs.start
         self.step = 0  # the last step that was logged
         self.ended = False  # whether no step is left; see rlkit.runs.evaluation.evaluate_at_start
         self.save_last_step: Callable[[], None] | None = None  # until it is saved; see rlkit.runs.checkpoints.save
@@ -104,6 +114,7 @@ class Run:
         self._without_answers: set[str] = set()  # trackers that could not take answers
         self._times: dict[str, float] = defaultdict(float)
         self._memory: dict[str, float] = defaultdict(float)
+        self._take_flops, self._train_flops = take_flops, 0.0
         self.current_phase, self._since = "set_up", time.perf_counter()
         self._stop = threading.Event()
         self._file: Path | None = None
@@ -161,10 +172,13 @@ class Run:
     def phase(self, name: str) -> None:
         """Enters the phase `name`. The next `log` writes the seconds of the previous phase as `time/<phase>`."""
         now, peak = time.perf_counter(), gpu_peak(self.sampler_bytes)
+        flops = self._take_flops() if self._take_flops else 0.0
+        if self.current_phase == "train":
+            self._train_flops += flops
         if self.current_phase != "set_up":
             self._times[f"time/{self.current_phase}"] += now - self._since
             self._memory[f"memory/{self.current_phase}"] = max(self._memory[f"memory/{self.current_phase}"], peak)
-        self.current_phase, self._since = name, now
+        self.current_phase, self._since, self.is_set_up = name, now, True
         if self.profiler:
             self.profiler.phase(name)
         self._write_phase()
@@ -180,7 +194,7 @@ class Run:
 
         `time/<phase>` is the time of this rank in a phase since the last line, in seconds. `time/tokens_per_second` is
         computed from `tokens`, over all phases but evaluation and checkpoints. `time/train_flops_per_second` and, for
-        known GPUs, `time/mfu` are computed from `flops`, the FLOPs of the phase "train" (see rlkit.engines.flops).
+        known GPUs, `time/mfu` are computed from `flops`, those of the phase "train", unless `metrics` has others.
         Metrics that depend on the clock are named `time/...`. All others are reproducible.
 
         `memory/<phase>` is the peak of torch's allocations on a GPU without the weights and the cache of vLLM, in GiB,
@@ -201,6 +215,7 @@ class Run:
         measured, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
         memory = highest_of_all_ranks(measured)
         planned = {f"planned_memory/{name}": x for name, x in self.planned_memory.items() if f"memory/{name}" in memory}
+        metrics = {**self._flops(times), **metrics}
         row = {**metrics, **times, **memory, **planned, **rates(metrics, times, self.peak)}
         if self.is_main_process:
             self._append(METRICS, [{"step": step, **row}])
@@ -211,6 +226,13 @@ class Run:
         if self.progress is not None:
             self.progress.set_postfix_str(self._status(row, show or {}), refresh=False)
         self._log_to_trackers(row)
+
+    def _flops(self, times: Mapping[str, float]) -> dict[str, float]:
+        """`flops` of all ranks in the phase "train" since the last line, if there was such a phase."""
+        if self._take_flops is None or "time/train" not in times:
+            return {}
+        flops, self._train_flops = self._train_flops, 0.0
+        return {"flops": sum_of_all_ranks(flops)}
 
     def _status(self, row: Mapping[str, Any], show: Mapping[str, str]) -> str:
         """ "reward 0.244, held-out accuracy 0.6, 1,240 tokens/s"."""

@@ -98,6 +98,18 @@ def gpu_peak(sampler_bytes: int = 0) -> float:
     return max(0, peak) / 2**30
 
 
+def sum_of_all_ranks(x: float) -> float:
+    """The sum of a number over all ranks, which call this together."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return x
+    total = torch.tensor(x, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
 def highest_of_all_ranks(values: Mapping[str, float]) -> dict[str, float]:
     """The highest value of each name over all ranks; on a CPU, where nothing is measured, those of this rank."""
     import torch

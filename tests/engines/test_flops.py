@@ -1,5 +1,7 @@
 """FLOPs by formula, compared with torch's own counter and with numbers computed by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -7,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2_5_VLConfig
 
 from rlkit.data import append_response, collate, load_task, prompt_sample, step_rows
 from rlkit.engines import make_engine
-from rlkit.engines.flops import batch_flops, forward_flops
-from rlkit.vlm import build_tiny, encode_prompts, load_model, load_processor
+from rlkit.engines.flops import batch_flops, count_pass, forward_flops, take_flops
+from rlkit.engines.value_head import with_value_head
+from rlkit.vlm import build_tiny, encode_prompts, load_model, load_processor, lora
 
 QWEN2_5_VL_7B = Qwen2_5_VLConfig(
     text_config={
@@ -111,6 +114,41 @@ def test_a_batch_with_images_equals_what_torch_counts_in_the_engine(model_and_ba
         engine.train_batch(batch, loss_fn)
     pixels = 2 * images * 16 * 1176 * 64  # pixels have no gradient
     assert 3 * flops == counter.get_total_flops() + 3 * attention + pixels
+
+
+def mean_loss(out, mb):
+    (x,) = out.tensors.values()
+    return -(x * mb.mask).sum() / mb.total_tokens, {}
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("kind", "passes"), [("language_model", 3), ("adapters", 2), ("value_model", 3)])
+def test_an_engine_counts_its_passes(model_and_batch, kind, passes, share):
+    """A training step is three forwards, or two with adapters; a value head is not counted."""
+    path, batch = model_and_batch
+    kinds = {"adapters": lambda model: lora(model, 2, 4.0), "value_model": with_value_head}
+    model, head = kinds.get(kind, lambda model: model)(load_model(path)), kind != "value_model"
+    options = {"share_prompts": share, "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-4)}
+    engine = make_engine("fsdp2", "language_model" if head else kind, model=model, **options)
+    take_flops()
+    forward = batch_flops(engine.config, batch, share_prompts=share, head=head)
+    outputs = ("logprobs",) if head else ("values",)
+    engine.train_batch(batch, mean_loss, outputs)
+    assert take_flops() == passes * forward and take_flops() == 0
+    engine.infer_batch(batch, outputs)
+    if head:
+        engine.topk_logprobs(batch, 2)
+        engine.hidden_states(batch)  # from which the caller computes logits
+    assert take_flops() == (3 if head else 1) * forward
+
+
+def test_each_rank_of_a_model_parallel_group_counts_its_share():
+    batch = collate([append_response(prompt_sample([1, 2, 3]), [4], [-1.0])])
+    group = SimpleNamespace(size=lambda: 4)
+    engine = SimpleNamespace(config=QWEN2_5_VL_7B, known_outputs=("logprobs",), model_parallel_group=group)
+    take_flops()
+    count_pass(engine, batch, backward=True)
+    assert take_flops() == 3 * batch_flops(QWEN2_5_VL_7B, batch) / 4
 
 
 def test_a_rank_without_rows_has_no_flops():

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlkit.engines import make_engine
+from rlkit.engines.flops import batch_flops, take_flops
 from rlkit.vlm import freeze, load_model, lora, vision_tower_pattern
 from rlkit.vlm.checkpoint_weights import checkpoint_parameters
 from rlkit.vlm.routers import use_router_replay
@@ -30,7 +31,7 @@ import on_megatron_ranks as ranks  # noqa: E402
 from family_configs import BASE  # noqa: E402
 from megatron_groups import destroy_megatron_groups  # noqa: E402
 from memory import peak  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, sft_loss, train, with_teacher  # noqa: E402
 
 from rlkit.engines.megatron import hf_tensors  # noqa: E402
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
@@ -306,6 +307,17 @@ def test_a_shared_prompt_is_computed_once(alone):
     assert each == answers + prompts
     assert answers + prompts / 4 <= once <= answers + prompts / 2  # the second group is split in two
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_passes_are_counted(alone):
+    """As in the fsdp2 engine, see test_flops.py."""
+    batch = ranks.make_batch(list(range(ranks.ROWS)), "shared")
+    engine = ranks.engine_for("megatron", "shared")
+    take_flops()
+    engine.infer_batch(batch)
+    engine.topk_logprobs(batch, 2)
+    engine.train_batch(batch, sft_loss)
+    assert take_flops() == 5 * batch_flops(engine.config, batch)
 
 
 class NoReads(TorchFunctionMode):

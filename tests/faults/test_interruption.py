@@ -59,7 +59,7 @@ def end(tmp_path, monkeypatch, capfd):
                 pytest.fail(f"{place}: expected the end of the run there")
 
         def main(cfg: Config):
-            run, engine = start_run("recipe", cfg, "task"), Engine()
+            run, engine = start_run(cfg, "task"), Engine()
             at("set-up")
             start = resume(cfg, run, checkpoints=engine)["step"]
             for step in run.steps(start, cfg.steps):
@@ -132,10 +132,7 @@ def test_an_out_of_memory_error_says_where_and_what_to_do(end):
     with pytest.raises(torch.OutOfMemoryError) as error:
         end("step 1", raises(torch.OutOfMemoryError("Tried to allocate 2.00 GiB")))
     (note,) = error.value.__notes__
-    assert (
-        "recipe-task-seed0: rank 0 ran out of memory in the phase set_up. `python -m rlkit.plan`, with the recipe"
-        in note
-    )
+    assert "task-seed0: rank 0 ran out of memory in the phase set_up. `python -m rlkit.plan`, with the recipe" in note
 
 
 def test_a_rank_that_is_lost_is_one_sentence(end):

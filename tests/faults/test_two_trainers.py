@@ -68,7 +68,7 @@ def test_the_second_is_told_who_has_the_server_until_that_one_ends(monkeypatch, 
                 f"/runs/first, process {first}"
             )
             with pytest.raises(ValueError) as caught:
-                start_run("recipe", Config(out=str(tmp_path), rollout="vllm_server", servers=(url,)), "task")
+                start_run(Config(out=str(tmp_path), rollout="vllm_server", servers=(url,)), "task")
             assert str(caught.value) == taken
             os.kill(first, signal.SIGSTOP)  # it may go on
             assert not claims_within(url, 0.5)

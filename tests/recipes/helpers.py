@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from rlkit.data import load_task
 from rlkit.runs import parse_options
+from rlkit.runs.start import one_sentence_set_up_errors
 from rlkit.tracking import Run, read_metrics
 from rlkit.vlm import build_tiny
 
@@ -164,7 +165,8 @@ def load(recipe):
 def run_here(recipe, *arguments):
     """In this process, which has all imports behind it."""
     module = load(recipe)
-    module.main(parse_options(module.Config, module.__doc__, [str(a) for a in arguments]))
+    with one_sentence_set_up_errors(recipe):
+        module.main(parse_options(module.Config, module.__doc__, [str(a) for a in arguments]))
 
 
 def run_a_copy(recipe, folder, *arguments):

@@ -106,10 +106,9 @@ def test_every_recipe_evaluates_during_training(name):
     loops = [node for node in ast.walk(ast.parse(source(name))) if isinstance(node, ast.For)]
     (loop,) = [loop for loop in loops if "run.steps(" in ast.unparse(loop.iter)]
     body = [ast.unparse(line) for line in loop.body]
-    saved, evaluated = (
-        [i for i, line in enumerate(body) if f"runs.{call}(" in line] for call in ("save", "evaluate_every")
-    )
-    assert saved < evaluated and body[evaluated[0]].endswith("break")
+    calls = ("save", "evaluate_when_due", "out_of_patience")
+    saved, evaluated, ended = ([i for i, line in enumerate(body) if f"runs.{call}(" in line] for call in calls)
+    assert saved < evaluated and ended == [evaluated[0] + 1] and body[ended[0]].endswith("break")
 
 
 # --- shared options

@@ -80,7 +80,7 @@ def test_adapters_alone_go_to_vllm_over_two_gpus(tiny_dir, tmp_path):
 
 def test_an_out_of_memory_error_leaves_a_snapshot(tmp_path, monkeypatch):
     def main(cfg: RunOptions):
-        start_run("recipe", cfg, "task")
+        start_run(cfg, "task")
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
 
     monkeypatch.setattr(sys, "argv", ["recipe", "--out", str(tmp_path / "run"), "--memory_snapshot"])

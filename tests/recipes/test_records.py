@@ -88,6 +88,22 @@ def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe,
 
 
 @pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ([], 4), (["--ppo_epochs", 2, "--evaluate_every", 1, "--steps", 2], 8), (["--mini_batches", 2], 5),
+        (["--lora_rank", 2, "--kl_coef", 0], 2),
+    ],
+)  # fmt: skip
+def test_flops_are_those_of_every_pass_in_training(text_dir, tmp_path, options, passes):  # noqa: F811
+    """Three forwards' worth for each update (two with adapters), one for the reference, and one for the old
+    log-probabilities of several updates. The answers of the first step are the same."""
+    common = ["--model", text_dir, "--task", "sorting", "--heldout_rows", 4, *SMALL, "--steps", 1]
+    run_here("grpo_vlm", *common, "--kl_coef", 0, "--out", tmp_path / "three")
+    run_here("grpo_vlm", *common, *options, "--out", tmp_path / "more")
+    assert 3 * rows(tmp_path / "more")[0]["flops"] == passes * rows(tmp_path / "three")[0]["flops"]
+
+
+@pytest.mark.parametrize(
     ("recipe", "options"),
     [("ppo", []), ("reinforce", []), ("dapo", ["--mini_batches", 1, "--prompts_per_draw", 4, "--overlong_buffer", 0])],
 )

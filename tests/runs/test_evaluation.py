@@ -18,9 +18,10 @@ from rlkit.runs import (
     Answers,
     Prompts,
     evaluate_at_start,
-    evaluate_every,
+    evaluate_when_due,
     global_loss,
     mean_and_error,
+    out_of_patience,
     pass_at_k,
     record_evaluation,
     start,
@@ -228,7 +229,8 @@ def train(out, accuracies, *, rows=3, start=0, killed_in_export=None, saved_only
         run.log(step, {})
         if step + 1 == saved_only:
             raise KeyboardInterrupt
-        if evaluate_every(cfg, run, step, evaluate, engine):
+        evaluate_when_due(cfg, run, evaluate, engine)
+        if out_of_patience(cfg, run):
             break
     evaluate("after")
     keep_best_of_all(cfg, run, engine)

@@ -37,7 +37,7 @@ class RunOfEpochs(RunOptions):
 
 def start(cfg, *rows):
     """A start of the run, up to its first step or to its error."""
-    run = start_run("recipe", cfg, "task", *rows)
+    run = start_run(cfg, "task", *rows)
     run.log(0, {})
     run.close()
     release_directory(run.out)
@@ -169,7 +169,7 @@ def test_the_options_of_each_start_are_kept(cfg, tmp_path):
 def test_a_new_run_is_compared_with_nothing(tmp_path):
     assert check_resumed_options(tmp_path / "run", Options()) == []
     failed = Options(out=str(tmp_path / "run"), lr=0.5)
-    start_run("recipe", failed, "task").close()  # it never came to a step
+    start_run(failed, "task").close()  # it never came to a step
     release_directory(tmp_path / "run")
     start(replace(failed, lr=0.1))
 

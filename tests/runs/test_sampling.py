@@ -180,7 +180,10 @@ def warnings(steps, *, finish="stop", group_size=2):
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
     answer = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish, group_id=0)
     for rewards in steps:
-        sampler.metrics(Answers([answer, answer], torch.tensor(rewards)))
+        answers = Answers([answer, answer], torch.tensor(rewards))
+        metrics = sampler.metrics(answers)
+        assert sampler.metrics(answers) == metrics  # which says and counts nothing
+        sampler.report(answers, metrics)
     return said
 
 

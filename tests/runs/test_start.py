@@ -12,9 +12,11 @@ import torch
 from rlkit.data import load_task
 from rlkit.runs import (
     GenerationOptions,
+    RunOptions,
     TrainingOptions,
     build_engine,
     one_sentence_errors,
+    resume,
     run_recipe,
     start_run,
 )
@@ -38,7 +40,7 @@ def adapters(tiny, out, **options):
     """The adapters of a run that starts in a process which has drawn random numbers before."""
     torch.rand(7)
     cfg = TrainingOptions(out=str(out), model=tiny, lora_rank=2, **options)
-    run = start_run("recipe", cfg, "task")
+    run = start_run(cfg, "task")
     engine = build_engine(cfg, tiny, load_processor(tiny), optimizer_steps=1)
     run.close()
     release_directory(out)
@@ -72,8 +74,33 @@ def test_a_back_end_on_servers_needs_servers(tmp_path):
         cfg = SampledOptions(out=str(tmp_path / "run"), model="some/model", rollout=rollout)
         expected = f"servers: expected URLs for --rollout {rollout}, got none; .*serve --model some/model"
         with pytest.raises(ValueError, match=expected):
-            start_run("recipe", cfg, "task")
+            start_run(cfg, "task")
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("set_up", [True, False])
+def test_only_the_errors_of_the_set_up_are_one_sentence(tmp_path, monkeypatch, set_up):
+    """`resume` is its last step. A run is named after the file of its options, so a copied recipe has its own name."""
+
+    @dataclass
+    class Config(RunOptions):
+        pass
+
+    def main(cfg: Config):
+        run = start_run(cfg, "task")
+        try:
+            assert run.name == f"{Path(__file__).stem}-task-seed0"
+            if set_up:
+                resume(cfg, run)
+            raise ValueError("batch: expected rows, got none")
+        finally:
+            run.close()
+            release_directory(run.out)
+
+    monkeypatch.setattr(sys, "argv", ["recipe", "--out", str(tmp_path)])
+    with pytest.raises(ValueError if set_up else SystemExit, match="batch: expected rows, got none$") as error:
+        run_recipe(main)
+    assert set_up or str(error.value).startswith(f"{Path(__file__).stem}: ")
 
 
 @pytest.mark.parametrize(
@@ -119,9 +146,9 @@ def test_a_run_is_planned_before_it_starts(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("rlkit.runs.start.planned_memory", refuse)
     cfg = TrainingOptions(out=str(tmp_path), model=tiny)
     with pytest.raises(SystemExit, match="^recipe: the run does not fit with 2 rows$"), one_sentence_errors("recipe"):
-        start_run("recipe", cfg, "task", [{}, {}])
+        start_run(cfg, "task", [{}, {}])
     monkeypatch.setattr("rlkit.runs.start.planned_memory", lambda cfg, out, rows: {"train": 1.5})
-    run = start_run("recipe", cfg, "task")
+    run = start_run(cfg, "task")
     assert run.planned_memory == {"train": 1.5}
     run.close()
     release_directory(tmp_path)

@@ -30,6 +30,7 @@ from rlkit.engines.distributed import (
     shard_like,
 )
 from rlkit.engines.export import export_adapter, export_hf
+from rlkit.engines.flops import count_pass
 from rlkit.engines.fsdp.liger import use_liger_kernels
 from rlkit.engines.fsdp.outputs import (
     chunks_from_hidden,
@@ -215,6 +216,7 @@ class Fsdp2Engine(OffloadingEngine):
             raise ValueError("optimizer: expected one for train_batch, got None")
         counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
         batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
+        count_pass(self, batch, backward=True)
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = []
@@ -245,6 +247,7 @@ class Fsdp2Engine(OffloadingEngine):
     @torch.no_grad()
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
+        count_pass(self, batch)
         self.module.eval()
         results = {name: torch.zeros(batch.tokens.shape, device=self.device) for name in outputs}
         for rows, dummy in self._micro_batches(batch):
@@ -389,6 +392,7 @@ class Fsdp2Engine(OffloadingEngine):
         Args:
             compute: inputs of a micro-batch -> tensors [K, ...] by name, at the positions `logits_to_keep`.
         """
+        count_pass(self, batch)
         self.module.eval()
         results: dict[str, Tensor] = {}
         for rows, dummy in self._micro_batches(batch):

@@ -44,6 +44,7 @@ from rlkit.engines.distributed import (
     reduce_metrics,
 )
 from rlkit.engines.export import export_hf
+from rlkit.engines.flops import count_pass
 from rlkit.engines.logit_functions import (
     LogitFunction,
     apply_to_hidden_states,
@@ -327,6 +328,7 @@ class MegatronEngine(OffloadingEngine):
         check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
         if self.router_replay and "routed_experts" in batch.fields:
             check_routed_experts(batch.routed_experts, self.megatron_config)
+        count_pass(self, batch, backward=train)
         pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts))
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, batch, finish),
