@@ -13,7 +13,7 @@ from typing import Any
 
 from rlkit.plan.rehearsal import Roles
 from rlkit.runs.command_line import parse_options
-from rlkit.runs.options import check_ranges
+from rlkit.runs.option_types import check_ranges
 from rlkit.vlm.loading import load_config
 from rlkit.vlm.model_config import changed_config, config_file, is_config_file
 from rlkit.vlm.weight_files import quantization_method, quantized_message
