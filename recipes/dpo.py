@@ -99,7 +99,7 @@ def loss_function(cfg: Config) -> Callable:
 
 
 def needs_reference(cfg: Config) -> bool:
-    """Whether the loss compares the policy with a reference model (`rlkit.plan` asks, too)."""
+    """Whether the loss compares the policy with a reference model."""
     return "ref_chosen" in signature(loss_function(cfg)).parameters
 
 

@@ -281,7 +281,7 @@ class PolicyOptions(SamplingOptions):
 class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOptions, TaskOptions, RunOptions):
     """Options of every recipe that trains."""
 
-    # steps and epochs are changeable so that a run can be made longer, which moves the end of the learning-rate schedule
+    # steps and epochs are changeable so that a run can be made longer; this moves the end of the learning-rate schedule
     steps: ChangeableOnResume[PositiveInt] = 200
     """Training steps, of one batch each."""
     prompts_per_step: PositiveInt = 32
