@@ -44,22 +44,22 @@ from rlkit.rollout import Sampling
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 150
-    prompts_per_draw: int = 48
+    prompts_per_draw: runs.PositiveInt = 48
     """Prompts per draw (verl's gen_batch_size). Draws repeat until --prompts_per_step prompts have
     answers with different rewards."""
-    max_num_gen_batches: int = 3
+    max_num_gen_batches: runs.PositiveInt = 3
     """Maximum number of draws per step."""
-    ppo_epochs: int = 1
+    ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
-    mini_batches: int = 2
+    mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one optimizer step."""
-    overlong_buffer: int = 2
+    overlong_buffer: runs.NonNegativeInt = 2
     """The length penalty grows over this many last tokens before max_new_tokens. 0: no penalty."""
-    overlong_penalty_factor: float = 1.0
+    overlong_penalty_factor: runs.NonNegativeFloat = 1.0
     """The length penalty at max_new_tokens."""
-    clip_low: float = 0.2
+    clip_low: runs.NonNegativeFloat = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: runs.NonNegativeFloat = 0.28
     """Upper bound of the ratio is 1 + clip_high."""
 
 

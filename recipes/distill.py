@@ -54,14 +54,14 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     teacher: str = "tiny"
     """Directory or hub id of the teacher. "tiny" builds one like the student and fine-tunes it for
     longer."""
-    teacher_servers: tuple[str, ...] = ()
+    teacher_servers: runs.ChangeableOnResume[tuple[str, ...]] = ()
     """URLs of vLLM servers with the teacher, instead of loading it here. Start them with
     `python -m rlkit.rollout.serve --model TEACHER --max-logprobs K` for --teacher_top_k K."""
     loss: Literal["sampled_token", "forward_kl", "reverse_kl", "jsd"] = "sampled_token"
     """sampled_token: policy gradient with the teacher's log-probability of the sampled token. The
     others compare distributions: KL(teacher || student), KL(student || teacher), or the generalised
     Jensen-Shannon divergence."""
-    teacher_top_k: int = 0
+    teacher_top_k: runs.NonNegativeInt = 0
     """Compare the teacher's likeliest tokens and one bucket for all others, which servers need. 0:
     the whole vocabulary, which keeps a copy of the teacher's output layer on every GPU."""
     beta: float = 0.5
@@ -69,15 +69,15 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 120
     prompts_per_step: int = 64
     group_size: int = 4
-    ppo_epochs: int = 1
+    ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
-    mini_batches: int = 1
+    mini_batches: runs.PositiveInt = 1
     """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
     per batch, --loss sampled_token clips the ratio."""
     max_failed_rewards: float = 1.0
-    clip_low: float = 0.2
+    clip_low: runs.NonNegativeFloat = 0.2
     """With --loss sampled_token: lower bound of the ratio is 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: runs.NonNegativeFloat = 0.28
     """Upper bound of the ratio is 1 + clip_high."""
 
 

@@ -76,7 +76,7 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     """Other arguments of the loss function: --loss_options gamma 0.5 label_smoothing 0.1."""
     normalise_length: bool = False
     """Score an answer by the mean log-probability of its tokens instead of the sum."""
-    sft_coef: float | None = None
+    sft_coef: runs.NonNegativeFloat | None = None
     """Weight of the chosen answers' mean negative log-likelihood (alpha in arXiv 2404.19733).
     Default: 0.1, or 1 for orpo."""
 
@@ -99,7 +99,7 @@ def loss_function(cfg: Config) -> Callable:
 
 
 def needs_reference(cfg: Config) -> bool:
-    """Whether the loss compares the policy with a reference model (`rlkit.plan` asks, too)."""
+    """Whether the loss compares the policy with a reference model."""
     return "ref_chosen" in signature(loss_function(cfg)).parameters
 
 

@@ -34,15 +34,15 @@ class Config(
     runs.SamplingOptions, runs.EngineOptions, runs.TaskOptions, runs.ModelOptions, runs.RunOptions
 ):
     task: tuple[str, ...] = ("digits",)
-    group_size: int = 8
+    group_size: runs.NonNegativeInt = 8
     """Samples per row. 0: only greedy answers."""
     pass_at: tuple[int, ...] = (1, 4, 8)
     """Values of k for pass@k. Those above group_size are left out."""
     right: float = 1.0
     """A sample with at least this reward counts as right in pass@k."""
-    rows: int = 0
+    rows: runs.NonNegativeInt = 0
     """Use only this many held-out rows of each task, the first ones. 0: all."""
-    prompts_per_step: int = 64
+    prompts_per_step: runs.PositiveInt = 64
     """Rows per batch, summed over all ranks."""
 
 

@@ -49,12 +49,12 @@ from rlkit.rollout.serve import serving
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 130
-    max_staleness: int = 1
+    max_staleness: runs.NonNegativeInt = 1
     """Maximum number of updates between the weights that sampled a token and those that train on
     it. 0: sample and train in turn."""
-    clip_low: float = 0.2
+    clip_low: runs.NonNegativeFloat = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: runs.NonNegativeFloat = 0.28
     """Upper bound of the ratio is 1 + clip_high."""
     rollout: str = "vllm_server"
     lr: float = 1e-3

@@ -44,28 +44,28 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """The tool or environment: module:function or file.py:function. See docs/environments.md."""
     steps: int = 30
     group_size: int = 8
-    ppo_epochs: int = 1
+    ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
-    mini_batches: int = 1
+    mini_batches: runs.PositiveInt = 1
     """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
     per batch, the ratio is clipped."""
-    max_turns: int = 2
+    max_turns: runs.PositiveInt = 2
     """Maximum number of turns of the policy per episode."""
     max_new_tokens: int = 12
-    max_response_tokens: int = 0
+    max_response_tokens: runs.NonNegativeInt = 0
     """Maximum number of tokens per episode after the prompt, with tool output. 0: the rest of the
     context."""
-    tool_timeout: float = 60.0
+    tool_timeout: runs.PositiveFloat = 60.0
     """Time limit of one call of the tool, in seconds."""
     show_failures: bool = False
     """Show the policy the error of a failed tool and go on. Otherwise the episode is left out."""
     role: str = "user"
     """Role of tool output in the chat template."""
-    clip_low: float = 0.2
+    clip_low: runs.NonNegativeFloat = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: runs.NonNegativeFloat = 0.28
     """Upper bound of the ratio is 1 + clip_high."""
-    kl_coef: float = 0.0
+    kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the loss. 0: there is no reference model."""
     warmup_steps: int = 5
 

@@ -53,19 +53,19 @@ CLIP_RANGES = {  # clip_low and clip_high of losses for which 0.2 and 0.28 are n
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 220
     prompts_per_step: int = 64
-    ppo_epochs: int = 1
+    ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
-    mini_batches: int = 1
+    mini_batches: runs.PositiveInt = 1
     """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
     per batch, the ratio is clipped."""
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
     """clipped: the PPO clip of each token's ratio. gspo: clips the ratio of the whole answer.
     cispo: clips each token's importance weight."""
-    clip_low: float | None = None
+    clip_low: runs.NonNegativeFloat | None = None
     """Lower bound of the ratio is 1 - clip_low. Default: 0.2, gspo 3e-4, cispo 1."""
-    clip_high: float | None = None
+    clip_high: runs.NonNegativeFloat | None = None
     """Upper bound of the ratio is 1 + clip_high. Default: 0.28, gspo 4e-4, cispo 4."""
-    kl_coef: float = 0.001
+    kl_coef: runs.NonNegativeFloat = 0.001
     """Weight of the KL to the initial model in the loss. 0: there is no reference model."""
 
 

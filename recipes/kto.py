@@ -42,13 +42,13 @@ from rlkit.losses import (
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     prompts_per_step: int = 64
-    beta: float = 0.1
+    beta: runs.PositiveFloat = 0.1
     """Beta of the loss: larger keeps the policy closer to the reference."""
-    desirable_weight: float = 1.0
+    desirable_weight: runs.NonNegativeFloat = 1.0
     """Weight of good answers."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: runs.NonNegativeFloat = 1.0
     """Weight of bad answers."""
-    sft_coef: float = 0.1
+    sft_coef: runs.NonNegativeFloat = 0.1
     """Weight of the good answers' negative log-likelihood per token."""
     baseline: bool = True
     """Subtract z_0, an estimate of the KL to the reference from answers to other prompts."""

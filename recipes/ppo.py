@@ -59,43 +59,43 @@ from rlkit.rollout import Sampling
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 110
     prompts_per_step: int = 64
-    mini_batches: int = 2
+    mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
-    ppo_epochs: int = 1
+    ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
     critic_model: str = ""
     """Model that the critic starts from: a language model, or an exported value model. Default:
     --model."""
-    critic_lr: float = 7e-4
+    critic_lr: runs.NonNegativeFloat = 7e-4
     """Peak learning rate of the critic. Default for models other than tiny: 1e-5."""
-    critic_warmup: int = 0
+    critic_warmup: runs.NonNegativeInt = 0
     """Steps at the start that train only the critic."""
-    clip_low: float = 0.2
+    clip_low: runs.NonNegativeFloat = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: runs.NonNegativeFloat = 0.2
     """Upper bound of the ratio is 1 + clip_high."""
-    cliprange_value: float = 0.5
+    cliprange_value: runs.NonNegativeFloat = 0.5
     """Clip range of the value loss: how far a value may move from its estimate before the step."""
-    gamma: float = 1.0
+    gamma: runs.UnitInterval = 1.0
     """Discount factor per token."""
-    lam: float = 0.95
+    lam: runs.UnitInterval = 0.95
     """Lambda of GAE for the policy's advantages."""
-    length_adaptive_alpha: float = 0.0
+    length_adaptive_alpha: runs.NonNegativeFloat = 0.0
     """If not 0, the policy's lambda is 1 - 1 / (alpha l) for an answer of l tokens. VAPO: 0.05."""
-    critic_lam: float = 0.95
+    critic_lam: runs.UnitInterval = 0.95
     """Lambda of GAE for the critic's targets. VAPO: 1."""
-    lm_coef: float = 0.0
+    lm_coef: runs.NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of answers with a reward above 0.5. VAPO: 0.1."""
     normalise_rewards: bool = False
     """Normalise rewards by the running mean and standard deviation (PPO-max, arXiv 2307.04964)."""
-    reward_clip: float = 0.0
+    reward_clip: runs.NonNegativeFloat = 0.0
     """If not 0, clip rewards to [-reward_clip, reward_clip], after normalise_rewards."""
-    pf_ppo_best: float = 0.0
+    pf_ppo_best: runs.UnitInterval = 0.0
     """Share of a group's weight that goes to its best answer. 0, with pf_ppo_worst 0: equal
     weights."""
-    pf_ppo_worst: float = 0.0
+    pf_ppo_worst: runs.UnitInterval = 0.0
     """Share of a group's weight that goes to its worst answer."""
-    kl_coef: float = 0.0
+    kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
 

@@ -59,7 +59,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """Advantage estimator, which sets the baseline."""
     steps: int = 220
     prompts_per_step: int = 64
-    kl_coef: float = 0.0
+    kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
 

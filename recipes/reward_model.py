@@ -37,7 +37,7 @@ from rlkit.losses import bradley_terry_loss, preference_mean, preference_stats, 
 
 @dataclass
 class Config(runs.GivenAnswerOptions):
-    centre_coef: float = 0.0
+    centre_coef: runs.NonNegativeFloat = 0.0
     """Weight of the regulariser that keeps rewards around 0, for example 0.01."""
 
 

@@ -32,7 +32,7 @@ def options():
             if isinstance(node, ast.ClassDef) and re.fullmatch("Config|[A-Za-z]*Options", node.name):
                 declared = [n for n in node.body if isinstance(n, ast.AnnAssign)]
                 found |= {f"--{n.target.id}" for n in declared}
-                found |= {f"--no_{n.target.id}" for n in declared if ast.unparse(n.annotation) == "bool"}
+                found |= {f"--no_{n.target.id}" for n in declared if "bool" in ast.unparse(n.annotation)}
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
                 found.add(node.value)
     return found

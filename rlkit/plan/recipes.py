@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlkit.plan.rehearsal import Roles
 from rlkit.runs.command_line import parse_options
-from rlkit.runs.options import check_ranges
+from rlkit.runs.option_types import check_ranges
 from rlkit.vlm.loading import load_config
 from rlkit.vlm.model_config import changed_config, config_file, is_config_file
 from rlkit.vlm.weight_files import quantization_method, quantized_message
@@ -80,31 +81,25 @@ def _trainable_config(path: str, cfg: Any) -> Any:
 
 
 def recipe_roles(module: Any, cfg: Any) -> Roles:
-    """The models that a recipe loads with these options: its code is searched for calls of the `build_...` functions.
-
-    A recipe that builds a reference loads it if its function `needs_reference(cfg)` says so; without one, unless
-    `kl_coef` is 0.
+    """The models that a recipe loads with these options: those whose `rlkit.runs.build_...` function it calls.
 
     Raises:
-        ValueError: a model's configuration cannot be read, or the recipe builds no engine.
+        ValueError: a model's configuration cannot be read, the recipe builds no engine, or a condition of a call cannot
+            be evaluated, see `is_used`.
     """
-    functions = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == module.__name__]
-    called_names = {name for function in functions for name in function.__code__.co_names}
     config = _model_config(cfg)
-    needs_reference = getattr(module, "needs_reference", lambda cfg: getattr(cfg, "kl_coef", 1.0) > 0)
-    has_reference = "build_reference" in called_names and needs_reference(cfg)
+    has_reference = is_used("build_reference", module, cfg)
     reference = config if has_reference and not cfg.lora_rank else None
-    teacher = getattr(cfg, "teacher", "")
-    if teacher and not cfg.teacher_servers:
-        reference = _trainable_config(teacher, cfg)
-    whole_vocabulary = "output_layer" in called_names and cfg.loss != "sampled_token" and not cfg.teacher_top_k
+    if is_used("build_teacher", module, cfg) and not cfg.teacher_servers:
+        reference = _trainable_config(cfg.teacher, cfg)
+    whole_vocabulary = is_used("output_layer", module, cfg)
     if whole_vocabulary and reference is None:
         raise ValueError(f"teacher_top_k: expected at least 1 for --loss {cfg.loss} without a teacher here, got 0")
     critic = None
-    if "build_value_engine" in called_names:
+    if is_used("build_value_engine", module, cfg):
         path = getattr(cfg, "critic_model", "")
         critic = _trainable_config(path, cfg) if path else config
-    policy = config if "build_engine" in called_names else None
+    policy = config if is_used("build_engine", module, cfg) else None
     if policy is None and critic is None:
         raise ValueError(f"recipe: expected one that builds an engine, got {module.__name__}")
     return Roles(
@@ -113,5 +108,56 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
         reference,
         adapter_reference=has_reference and bool(cfg.lora_rank),
         whole_vocabulary=whole_vocabulary,
-        rows_together=2 if "load_pairs" in called_names else 1,
+        rows_together=2 if is_used("load_pairs", module, cfg) else 1,
     )
+
+
+def is_used(name: str, module: Any, cfg: Any) -> bool:
+    """Whether a recipe uses a function with these options, for example `build_reference`.
+
+    The source is searched for the name, and the conditions around it are evaluated: `X if cfg.kl_coef else None`, `if`
+    and `else`, `and` and `or`, and an earlier `if ...: return`. A loop or a function around it is taken to run.
+
+    Raises:
+        ValueError: a condition depends on more than `cfg` and what the module defines.
+    """
+    kinds = (ast.Name, ast.Attribute) if hasattr(module, name) else (ast.Attribute,)  # not a local variable
+    (main_argument,) = inspect.signature(module.main).parameters
+    names = {**vars(module), "cfg": cfg, main_argument: cfg}
+
+    def holds(condition: ast.expr) -> bool:
+        text = ast.unparse(condition)
+        try:
+            return bool(eval(text, names))
+        except ValueError:  # of the recipe: an option is wrong
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"recipe: expected a condition of cfg alone for {name}, got `{text}`, which a plan cannot evaluate "
+                f"({error})"
+            ) from error
+
+    uses = _conditions_of_uses(ast.parse(inspect.getsource(module)), name, kinds)
+    return any(all(holds(condition) == outcome for condition, outcome in conditions) for conditions in uses)
+
+
+Conditions = tuple[tuple[ast.expr, bool], ...]  # expressions, each with the outcome that leads to a place in the source
+
+
+def _conditions_of_uses(
+    node: ast.AST, name: str, kinds: tuple[type[ast.AST], ...], around: Conditions = ()
+) -> Iterator[Conditions]:
+    """The conditions of each use of a name below a node of the syntax tree."""
+    if isinstance(node, kinds) and name in (getattr(node, "id", ""), getattr(node, "attr", "")):
+        yield around
+    for field, x in ast.iter_fields(node):
+        inside = around
+        if isinstance(node, ast.If | ast.IfExp) and field != "test":
+            inside += ((node.test, field == "body"),)
+        for child in x if isinstance(x, list) else [x]:
+            if isinstance(child, ast.AST):
+                yield from _conditions_of_uses(child, name, kinds, inside)
+            if isinstance(child, ast.If) and isinstance(child.body[-1], ast.Return):
+                inside += ((child.test, False),)
+            elif isinstance(node, ast.BoolOp) and isinstance(child, ast.expr):
+                inside += ((child, isinstance(node.op, ast.And)),)

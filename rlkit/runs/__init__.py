@@ -39,6 +39,18 @@ from rlkit.runs.models import (
     check_rollout_takes_adapters,
     find_model,
 )
+from rlkit.runs.option_types import (
+    Above,
+    AtLeast,
+    Between,
+    ChangeableOnResume,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+    check_range,
+)
 from rlkit.runs.options import (
     AdapterOptions,
     EngineOptions,
@@ -52,7 +64,6 @@ from rlkit.runs.options import (
     SamplingOptions,
     TaskOptions,
     TrainingOptions,
-    check_range,
 )
 from rlkit.runs.prefetching import prefetch
 from rlkit.runs.sampling import PolicySampler, context_length
@@ -65,21 +76,30 @@ from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flag
 
 __all__ = [
     "OWN_SERVER_SHARE",
+    "Above",
     "AdapterOptions",
     "Answers",
+    "AtLeast",
+    "Between",
+    "ChangeableOnResume",
     "EngineOptions",
     "GenerationOptions",
     "GivenAnswerOptions",
     "ModelOptions",
+    "NonNegativeFloat",
+    "NonNegativeInt",
     "OptimizerOptions",
     "PolicyOptions",
     "PolicySampler",
+    "PositiveFloat",
+    "PositiveInt",
     "Prompts",
     "RewardOptions",
     "RunOptions",
     "SamplingOptions",
     "TaskOptions",
     "TrainingOptions",
+    "UnitInterval",
     "adapter_flags",
     "answer_encoder",
     "append_answers",

@@ -17,10 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
+from rlkit.runs.options import RUN_ONLY_OPTIONS
+
 Config = TypeVar("Config")
-OF_ONE_RUN = {"versions", "contents", "config", "out", "resume", "allow_changes"}
+NOT_OPTIONS = {"versions", "contents"}  # what else is in the config.json of a run
 RENAMED = {"updates_per_batch": "ppo_epochs"}
-DEPENDING_ON_MODEL = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `defaults_of_model`
+MODEL_DEPENDENT_OPTIONS = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `model_defaults`
 
 
 def option_value(text: str) -> bool | int | float | str:
@@ -65,13 +67,13 @@ def parse_options(
     if file := _config_file(arguments):
         arguments = [*_file_arguments(file, config, given), *arguments]
     cfg = _parse(config, description, arguments, {}, program)
-    defaults = {name: x for name, x in defaults_of_model(cfg).items() if hasattr(cfg, name)}
+    defaults = {name: x for name, x in model_defaults(cfg).items() if hasattr(cfg, name)}
     if getattr(cfg, "from_rollouts", ""):
         defaults["max_mismatch"] = math.inf
     return _parse(config, description, arguments, defaults, program) if defaults else cfg
 
 
-def defaults_of_model(cfg: Any) -> dict[str, Any]:
+def model_defaults(cfg: Any) -> dict[str, Any]:
     """Defaults that depend on the model. Empty for the tiny model, for which the recipes' defaults are made.
 
     The tiny model's learning rate of 5e-4 would destroy a pretrained model, and without gradient checkpointing a real
@@ -137,10 +139,10 @@ def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str
     if not isinstance(options, dict):
         raise ValueError(f"config {file!r}: expected options by name, got a {type(options).__name__}")
     if "versions" in options:  # a run's config.json
-        defaults = {f.name: f.default for f in fields(config)} | defaults_of_model(SimpleNamespace(**options))
+        defaults = {f.name: f.default for f in fields(config)} | model_defaults(SimpleNamespace(**options))
         # as text, because YAML reads 1e-06 as text
-        of_model = {x for x in DEPENDING_ON_MODEL & options.keys() if str(options[x]) == str(defaults.get(x))}
-        options = {name: x for name, x in options.items() if name not in OF_ONE_RUN | of_model}
+        unset = {x for x in MODEL_DEPENDENT_OPTIONS & options.keys() if str(options[x]) == str(defaults.get(x))}
+        options = {name: x for name, x in options.items() if name not in NOT_OPTIONS | RUN_ONLY_OPTIONS | unset}
     _check_renamed(options, config)
     names = {option.name for option in fields(config)}
     if unknown := sorted(set(options) - names):
@@ -172,12 +174,12 @@ def changed_arguments(cfg: Any, *, without: Collection[str] = ()) -> list[str]:
         cfg: options of a recipe.
         without: names of options to leave out.
     """
-    of_model = defaults_of_model(cfg)
+    defaults = model_defaults(cfg)
     arguments = []
     for option in fields(cfg):
         default = option.default if option.default_factory is MISSING else option.default_factory()
         x = getattr(cfg, option.name)
-        if option.name not in without and x != of_model.get(option.name, default):
+        if option.name not in without and x != defaults.get(option.name, default):
             arguments += _as_arguments(option.name, list(x) if isinstance(x, tuple) else x)
     return arguments
 

@@ -20,6 +20,8 @@ from rlkit.data.samples import Row
 from rlkit.data.tables import as_rows
 from rlkit.rollout.vllm_families import config_or_empty
 from rlkit.runs.command_line import RENAMED
+from rlkit.runs.option_types import changeable_options
+from rlkit.runs.options import RUN_ONLY_OPTIONS
 from rlkit.runs.vllm_options import longest_row
 from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES
 from rlkit.vlm.long_rope import has_long_factors, original_length
@@ -30,18 +32,7 @@ T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
 os.register_at_fork(after_in_child=_held.clear)  # a forked child must not keep the lock after this process ends
 
-# Options that a resumed run may change freely; others only if --allow_changes names them. They say where and how fast
-# results are computed, not which. `steps` and `epochs` are among them so that a run can be made longer. This moves the
-# end of the learning-rate schedule, and with it the learning rate of the steps to come.
-CHANGEABLE = """
-config out resume allow_changes epochs steps save_every keep_checkpoints trackers watchdog profile_steps memory_snapshot
-report_seconds plan_seconds log_prompts evaluate_every keep_best patience heldout_samples threads engine
-parallel ulysses_sequence_parallel_size micro_batch_tokens use_remove_padding share_prompts use_fused_kernels
-use_torch_compile offload_between_phases sync_adapters enable_gradient_checkpointing rollout servers teacher_servers
-gpu_memory_utilization reward_threads max_failed_rewards max_mismatch max_skipped_steps isolate_reward reward_seconds
-reward_memory save_rollouts push_to_hub hub_private_repo dataloader_num_workers
-""".split()
-NOT_REPORTED = {"config", "out", "resume", "allow_changes", "epochs"}
+NOT_REPORTED = {*RUN_ONLY_OPTIONS, "epochs"}
 CONTENTS = "contents"  # in config.json: what options alone do not tell, such as the rows of a file
 ALLOWED_BY = {  # options of --allow_changes; the first is advised
     "train": ("task", "heldout"),
@@ -78,7 +69,8 @@ def check_resumed_options(out: Path, options: Any, contents: Mapping[str, str] |
     Raises:
         ValueError: an option that changes the results, or the data, differs, and `allow_changes` does not name it.
     """
-    return decided_by_rank_0(lambda: _changed_options(out, asdict(options), contents or {}))
+    may_differ = {*changeable_options(type(options)), *options.allow_changes}
+    return decided_by_rank_0(lambda: _changed_options(out, asdict(options), may_differ, contents or {}))
 
 
 def recorded_contents(cfg: Any, train: Sequence[Row], heldout: Sequence[Row]) -> dict[str, str]:
@@ -98,13 +90,15 @@ def recorded_contents(cfg: Any, train: Sequence[Row], heldout: Sequence[Row]) ->
     return decided_by_rank_0(contents)
 
 
-def _changed_options(out: Path, options: Mapping[str, Any], contents: Mapping[str, str]) -> list[str]:
+def _changed_options(
+    out: Path, options: Mapping[str, Any], may_differ: Collection[str], contents: Mapping[str, str]
+) -> list[str]:
     if not (_holds_run(out) and (out / CONFIG).exists()):
         return []
     before, now = json.loads((out / CONFIG).read_text()), json.loads(json.dumps(options, default=str))
     before = {name if name in now else RENAMED.get(name, name): x for name, x in before.items()}
     changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
-    refused = [name for name in changed if name not in {*CHANGEABLE, *options["allow_changes"]}]
+    refused = [name for name in changed if name not in may_differ]
     if refused:
         described = ", ".join(f"{name} was {changed[name][0]!r} and is {changed[name][1]!r}" for name in refused)
         raise ValueError(

@@ -20,8 +20,9 @@ import torch.distributed as dist
 import rlkit
 from rlkit.data.messages import prompt_of
 from rlkit.data.samples import Row
-from rlkit.runs.command_line import OF_ONE_RUN, changed_arguments
+from rlkit.runs.command_line import changed_arguments
 from rlkit.runs.directory import decided_by_rank_0
+from rlkit.runs.options import RUN_ONLY_OPTIONS
 from rlkit.runs.rollouts import is_replay
 from rlkit.runs.vllm_options import OWN_SERVER_SHARE
 from rlkit.tracking.files import replace_file, versions
@@ -124,7 +125,7 @@ def _arguments(cfg: Any, rows: Sequence[Row]) -> list[str]:
     arguments += ["--fill_micro_batch"]
     if not _have_images(rows):
         arguments += ["--image_tokens", "0"]
-    return [*arguments, *changed_arguments(cfg, without=OF_ONE_RUN)]
+    return [*arguments, *changed_arguments(cfg, without=RUN_ONLY_OPTIONS)]
 
 
 def host_memory(cgroup: Path | None = None) -> int:

@@ -6,45 +6,58 @@ default of a shared option, it repeats the option without a help text:
     @dataclass
     class Config(PolicyOptions, TrainingOptions):
         lr: float = 5e-4
-        clip_low: float = 0.2
+        clip_low: NonNegativeFloat = 0.2
         \"""Lower bound of the ratio is 1 - clip_low.\"""
+
+The type of an option says which numbers it may have, and whether a resumed run may change it (`ChangeableOnResume`;
+others need `--allow_changes`); see `rlkit.runs.option_types`. `lr` above keeps the range of `OptimizerOptions.lr`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from rlkit.runs.option_types import (
+    ChangeableOnResume,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+)
+
+RUN_ONLY_OPTIONS = {"config", "out", "resume", "allow_changes"}  # of one run: no other run takes them over
 
 
 @dataclass
 class RunOptions:
     """Where a run is written, how it is resumed and how it is logged."""
 
-    config: str = ""
+    config: ChangeableOnResume[str] = ""
     """YAML or JSON file with options, for example the config.json of another run. The command line overrides it."""
-    out: str = ""
+    out: ChangeableOnResume[str] = ""
     """Directory of the run. Default: runs/<recipe>-<task>-seed<seed>, with a number added if it exists."""
-    resume: bool = False
+    resume: ChangeableOnResume[bool] = False
     """Continue from the newest checkpoint in the run's directory."""
-    allow_changes: tuple[str, ...] = ()
+    allow_changes: ChangeableOnResume[tuple[str, ...]] = ()
     """With --resume: options that may differ from their values at the start of the run. Only needed for options that
     change the results, such as lr. task also allows other rows in the same file."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed for the order of rows, sampling, new adapters and the tiny model."""
-    trackers: tuple[str, ...] = ()
+    trackers: ChangeableOnResume[tuple[str, ...]] = ()
     """Also log metrics to these trackers: tensorboard, wandb, mlflow, trackio, ..."""
-    report_seconds: float = 120.0
+    report_seconds: ChangeableOnResume[NonNegativeFloat] = 120.0
     """Seconds between two writes of report.html during the run. 0: write it at the end only."""
-    profile_steps: tuple[int, ...] = ()
+    profile_steps: ChangeableOnResume[tuple[int, ...]] = ()
     """Steps to profile, as in --profile_steps 3 4. Every rank writes a trace and tables of where the time went to
     profile/ in the run's directory."""
-    memory_snapshot: bool = False
+    memory_snapshot: ChangeableOnResume[bool] = False
     """Record all allocations on the GPU. When a rank runs out of memory, it writes them to memory-rank-R.pickle in the
     run's directory, for https://docs.pytorch.org/memory_viz."""
-    watchdog: float = 600.0
+    watchdog: ChangeableOnResume[NonNegativeFloat] = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
-    threads: int = 1
+    threads: ChangeableOnResume[PositiveInt] = 1
     """CPU threads per process. Above 1, a run on a CPU is not bitwise reproducible. Default for models other than tiny:
     the cores that this job may use on the machine, divided by its ranks there."""
 
@@ -64,13 +77,13 @@ class TaskOptions:
     processor_options: tuple[str, ...] = ()
     """Options of the model's image processor, as in --processor_options max_pixels=602112, which limits the tokens of
     an image. Values are JSON or text. It does not reach servers that are already running."""
-    video_fps: float = 2.0
+    video_fps: PositiveFloat = 2.0
     """Frames per second that the model sees of a video."""
-    video_frames: int = 32
+    video_frames: PositiveInt = 32
     """Maximum number of frames per video. Longer videos are sampled at a lower frame rate."""
     video_sound: bool = False
     """Also feed the audio track of video files to Qwen-Omni."""
-    dataloader_num_workers: int = 0
+    dataloader_num_workers: ChangeableOnResume[NonNegativeInt] = 0
     """Processes per rank that encode prompts, with their images. 0: a thread of the rank does so."""
     system_prompt: str = ""
     """System message to put before every prompt."""
@@ -92,13 +105,13 @@ class RewardOptions:
     reward: str = ""
     """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
     only if the whole response equals the answer. Answers that contain an explanation get 0."""
-    reward_threads: int = 8
+    reward_threads: ChangeableOnResume[NonNegativeInt] = 8
     """Threads that compute rewards during generation, one prompt each. 0: after generation, in the main thread."""
-    isolate_reward: bool = False
+    isolate_reward: ChangeableOnResume[bool] = False
     """Run the reward in worker processes with limits. By default it runs in this process, without limits."""
-    reward_seconds: float = 60.0
+    reward_seconds: ChangeableOnResume[PositiveFloat] = 60.0
     """With --isolate_reward: limit of CPU seconds per answer. The limit of wall time is four times that."""
-    reward_memory: float = 4.0
+    reward_memory: ChangeableOnResume[PositiveFloat] = 4.0
     """With --isolate_reward: limit of a worker's address space in GiB, in addition to what its imports take."""
     split_thinking: bool = False
     """Rewards get only the text after the thinking, which ends with </think>, or the closing tag of --thinking_tags.
@@ -136,9 +149,9 @@ class AdapterOptions:
     freeze: str = ""
     """Do not train the parameters in whose names this regular expression is found: language_model|lm_head|visual.blocks
     leaves the projector and the patch embedding of a Qwen2.5-VL."""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters. 0: train the weights themselves."""
-    lora_alpha: int = 32
+    lora_alpha: PositiveInt = 32
     """Scale of the adapters is lora_alpha / lora_rank."""
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
@@ -146,7 +159,7 @@ class AdapterOptions:
     """Regular expression of modules that get no adapter. Encoder towers (vision, audio) never get adapters."""
     quantize_base: bool = False
     """With LoRA: keep the frozen linear layers of the language model in 4 bits (QLoRA). fsdp2 only."""
-    sync_adapters: bool = False
+    sync_adapters: ChangeableOnResume[bool] = False
     """Send only the adapters to the sampler, which keeps the base model, instead of merged weights. For vllm and
     vllm_server; hf uses the model being trained."""
 
@@ -155,23 +168,23 @@ class AdapterOptions:
 class OptimizerOptions:
     """AdamW and its learning rate."""
 
-    lr: float = 5e-4
+    lr: NonNegativeFloat = 5e-4
     """Peak learning rate. Default for models other than tiny: 1e-6, or 1e-5 with LoRA."""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Decay of the learning rate from the end of the warm-up to the end of the run."""
-    min_lr_ratio: float = 0.05
+    min_lr_ratio: UnitInterval = 0.05
     """Final learning rate, as a share of the peak."""
-    warmup_steps: int = 10
+    warmup_steps: NonNegativeInt = 10
     """Optimizer steps of linear warm-up."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    adam_beta1: float = 0.9
+    adam_beta1: UnitInterval = 0.9
     """Decay of AdamW's mean of gradients."""
-    adam_beta2: float = 0.95
+    adam_beta2: UnitInterval = 0.95
     """Decay of AdamW's mean of squared gradients."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Clip the gradient to this norm."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: ChangeableOnResume[NonNegativeInt] = 10
     """Stop after this many steps in a row with non-finite gradients. Such steps are skipped. 0: never."""
 
 
@@ -179,28 +192,28 @@ class OptimizerOptions:
 class EngineOptions:
     """How the model is split over ranks, and how it is computed."""
 
-    engine: str = "fsdp2"
+    engine: ChangeableOnResume[str] = "fsdp2"
     """fsdp2, fsdp1, megatron, or an engine of another package that takes a recipe's arguments; see docs/engines.md."""
-    parallel: dict[str, int] = field(default_factory=dict)
+    parallel: ChangeableOnResume[dict[str, int]] = field(default_factory=dict)
     """Parallelism options of the engine, as names and numbers: --parallel tensor 2 pipeline 2; see docs/engines.md."""
-    ulysses_sequence_parallel_size: int = 1
+    ulysses_sequence_parallel_size: ChangeableOnResume[PositiveInt] = 1
     """Ranks that share each sequence (Ulysses), for long sequences. fsdp2 only."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: ChangeableOnResume[PositiveInt] = 16384
     """Maximum number of tokens per micro-batch. A longer row is a micro-batch by itself, as are rows that stay
     together, such as the two of a preference pair. Affects memory and speed, not the gradient."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained weights and of the optimizer state."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation. auto: bfloat16 on a GPU, float32 on a CPU."""
-    use_remove_padding: bool = True
+    use_remove_padding: ChangeableOnResume[bool] = True
     """Pack sequences without padding."""
-    share_prompts: bool = True
+    share_prompts: ChangeableOnResume[bool] = True
     """Compute a prompt once for all of its answers, or once per micro-batch if they do not fit into one."""
-    use_fused_kernels: bool = False
+    use_fused_kernels: ChangeableOnResume[bool] = False
     """Compute log-probabilities from hidden states, without storing logits."""
-    use_torch_compile: bool = False
+    use_torch_compile: ChangeableOnResume[bool] = False
     """Compile each layer with torch.compile, except its attention. The first steps take longer. fsdp2 only."""
-    offload_between_phases: bool = False
+    offload_between_phases: ChangeableOnResume[bool] = False
     """Keep weights and optimizer state of an engine in host memory while the engine is not used. Not with fsdp1."""
 
 
@@ -208,15 +221,15 @@ class EngineOptions:
 class GenerationOptions(RewardOptions):
     """The back end that generates answers."""
 
-    rollout: str = "hf"
+    rollout: ChangeableOnResume[str] = "hf"
     """Sampling back end: hf (uses the model being trained), vllm (in this process), vllm_server, sglang; see
     docs/sampling.md."""
-    servers: tuple[str, ...] = ()
+    servers: ChangeableOnResume[tuple[str, ...]] = ()
     """URLs of the servers for vllm_server or sglang. `python -m rlkit.rollout.serve` starts vLLM servers."""
-    max_new_tokens: int = 4
+    max_new_tokens: NonNegativeInt = 4
     """Maximum number of tokens per answer. The default is for the tiny model. 0, in recipes that train on given answers
     only: generate nothing, so held-out accuracy is not measured."""
-    gpu_memory_utilization: float = 0.0
+    gpu_memory_utilization: ChangeableOnResume[UnitInterval] = 0.0
     """Share of a GPU's memory that sampling may use. For vllm this covers weights and cache. 0: all memory the trainer
     leaves free (vllm), or 0.8 (hf)."""
     rollout_options: dict[str, str] = field(default_factory=dict)
@@ -228,9 +241,9 @@ class GenerationOptions(RewardOptions):
 class SamplingOptions(GenerationOptions):
     """How answers are sampled."""
 
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
-    max_prompt_tokens: int = 0
+    max_prompt_tokens: NonNegativeInt = 0
     """Maximum number of tokens per prompt, image tokens included. Longer prompts are skipped and counted. 0: the
     context of model and sampler minus max_new_tokens."""
 
@@ -239,23 +252,23 @@ class SamplingOptions(GenerationOptions):
 class PolicyOptions(SamplingOptions):
     """Options of recipes that train on sampled answers: number of answers, checks and corrections."""
 
-    group_size: int = 16
+    group_size: PositiveInt = 16
     """Answers to each prompt."""
-    tis_cap: float = 2.0
+    tis_cap: PositiveFloat = 2.0
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
     router_replay: bool = False
     """Mixtures of experts: train with the experts that the sampler chose. Servers need --enable-return-routed-experts;
     see docs/weight_sync.md."""
-    log_prompts: int = 2
+    log_prompts: ChangeableOnResume[NonNegativeInt] = 2
     """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
-    heldout_samples: int = 0
+    heldout_samples: ChangeableOnResume[NonNegativeInt] = 0
     """Answers sampled to each held-out prompt, for their mean reward and pass@1, 2, 4, ... 0: only a greedy answer."""
-    max_failed_rewards: float = 0.2
+    max_failed_rewards: ChangeableOnResume[UnitInterval] = 0.2
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
-    max_mismatch: float = 0.3
+    max_mismatch: ChangeableOnResume[NonNegativeFloat] = 0.3
     """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
     value (at least 0.001). inf: never, which is the default with --from_rollouts."""
-    save_rollouts: bool = False
+    save_rollouts: ChangeableOnResume[bool] = False
     """Save each step's samples, batches and metrics to rollouts/ in the run's directory; see docs/replay.md."""
     from_rollouts: str = ""
     """Train on the rollouts that another run saved in this directory, without sampling. The reward judges them
@@ -268,37 +281,38 @@ class PolicyOptions(SamplingOptions):
 class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOptions, TaskOptions, RunOptions):
     """Options of every recipe that trains."""
 
-    steps: int = 200
+    # steps and epochs are changeable so that a run can be made longer; this moves the end of the learning-rate schedule
+    steps: ChangeableOnResume[PositiveInt] = 200
     """Training steps, of one batch each."""
-    prompts_per_step: int = 32
+    prompts_per_step: PositiveInt = 32
     """Prompts (task rows) per step, summed over all ranks."""
-    enable_gradient_checkpointing: bool = False
+    enable_gradient_checkpointing: ChangeableOnResume[bool] = False
     """Recompute activations in the backward pass to save memory. Default for models other than tiny: yes."""
-    epochs: float = 0.0
+    epochs: ChangeableOnResume[NonNegativeFloat] = 0.0
     """Passes over the training rows, instead of --steps. 0: use --steps."""
-    evaluate_every: int = 0
+    evaluate_every: ChangeableOnResume[NonNegativeInt] = 0
     """Steps between evaluations on the held-out rows during training. 0: only before and after training."""
-    heldout_rows: int = 1000
+    heldout_rows: NonNegativeInt = 1000
     """Maximum number of held-out rows, whose images stay in memory during the run: a random choice, the same in every
     run. 0: all. evaluate.py takes all."""
-    keep_best: bool = False
+    keep_best: ChangeableOnResume[bool] = False
     """With --evaluate_every: export the model with the best evaluation to best/. The best is the highest accuracy; of
     equal accuracies, or where none is measured, the lowest held-out loss."""
-    patience: int = 0
+    patience: ChangeableOnResume[NonNegativeInt] = 0
     """With --evaluate_every: end training after this many evaluations in a row without a new best one. 0: never."""
-    save_every: int = 50
+    save_every: ChangeableOnResume[PositiveInt] = 50
     """Steps between checkpoints."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: ChangeableOnResume[NonNegativeInt] = 2
     """Checkpoints that are kept, the newest. 0: all."""
-    plan_seconds: float = 120.0
+    plan_seconds: ChangeableOnResume[NonNegativeFloat] = 120.0
     """On a GPU, plan the run's memory before anything is loaded, for at most this many seconds. A run that does not fit
     is refused. 0: no plan."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the exported weights. auto: that of the model that training started from."""
-    push_to_hub: str = ""
+    push_to_hub: ChangeableOnResume[str] = ""
     """Upload the exported model to this repository of the Hugging Face hub, OWNER/NAME, with a model card. With
     --keep_best it is the best model. The repository is created before training, if it does not exist."""
-    hub_private_repo: bool = False
+    hub_private_repo: ChangeableOnResume[bool] = False
     """With --push_to_hub: a new repository is private."""
 
 
@@ -306,39 +320,9 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
 class GivenAnswerOptions(TrainingOptions):
     """Options of recipes that train on answers in the data."""
 
-    max_tokens: int = 0
+    max_tokens: NonNegativeInt = 0
     """Maximum number of tokens per row, in prompt and answer, image tokens included. Longer rows are skipped and
     counted. 0: the model's context."""
-
-
-# options of all recipes, by their ranges
-AT_LEAST_1 = """
-steps prompts_per_step prompts_per_draw max_num_gen_batches mini_batches ppo_epochs max_turns
-save_every threads micro_batch_tokens ulysses_sequence_parallel_size
-""".split()
-AT_LEAST_0 = """
-seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
-warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds plan_seconds
-keep_checkpoints log_prompts evaluate_every heldout_rows patience heldout_samples teacher_top_k lr critic_lr
-weight_decay kl_coef sft_coef lm_coef centre_coef clip_low clip_high max_mismatch dataloader_num_workers
-""".split()
-SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam adam_beta1 adam_beta2".split()
-POSITIVE = """
-temperature max_grad_norm lora_alpha reward_seconds reward_memory tis_cap tool_timeout
-""".split()
-
-
-def check_ranges(cfg: Any) -> None:
-    """Raise a ValueError that names the first option of a recipe whose number is out of range."""
-    for names, low, high in ((AT_LEAST_1, 1, math.inf), (AT_LEAST_0, 0, math.inf), (SHARES, 0, 1)):
-        for name in names:
-            if (value := getattr(cfg, name, None)) is not None:
-                check_range(name, value, low, high)
-    if isinstance(cfg, PolicyOptions):  # in evaluate.py 0 is no sampled answer
-        check_range("group_size", cfg.group_size, 1)
-    for name in POSITIVE:
-        if not getattr(cfg, name, 1.0) > 0:
-            raise ValueError(f"{name}: expected a number above 0, got {getattr(cfg, name):g}")
 
 
 def check_evaluation(cfg: Any) -> None:
@@ -398,7 +382,7 @@ def check_quantize_base(cfg: Any) -> None:
         )
 
 
-OF_OTHER_ENGINES = {  # names of --parallel, by the engine that does not have them
+UNSUPPORTED_PARALLEL_OPTIONS = {  # names of --parallel that an engine does not have
     "fsdp2": ("pipeline", "context", "expert", "sequence_parallel"),
     "megatron": ("fsdp_size",),
 }
@@ -408,7 +392,7 @@ def check_engine_options(cfg: Any) -> None:
     """Raise a ValueError if an option is one of another engine. It says what to use."""
     if not isinstance(cfg, EngineOptions):
         return
-    others = OF_OTHER_ENGINES.get(cfg.engine, ())
+    others = UNSUPPORTED_PARALLEL_OPTIONS.get(cfg.engine, ())
     if wrong := [name for name in cfg.parallel if name in others]:
         known, use = ("fsdp_size and tensor", "megatron") if cfg.engine == "fsdp2" else ("no fsdp_size", "fsdp2")
         raise ValueError(f"parallel: expected {known} in the {cfg.engine} engine, got {wrong[0]}; use --engine {use}")
@@ -431,10 +415,3 @@ def generates(cfg: Any) -> bool:
 def sends_adapters(cfg: Any) -> bool:
     """Whether the sampling back end is sent adapters alone. hf is sent nothing: it samples with the trained model."""
     return getattr(cfg, "sync_adapters", False) and cfg.rollout != "hf"
-
-
-def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Raise a ValueError that names an option whose value is not in [low, high]."""
-    if not low <= value <= high:
-        expected = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-        raise ValueError(f"{name}: expected {expected}, got {value:g}")

@@ -36,13 +36,13 @@ from rlkit.runs.directory import (
 from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
 from rlkit.runs.memory_plan import planned_memory
+from rlkit.runs.option_types import check_ranges
 from rlkit.runs.options import (
     RunOptions,
     check_engine_options,
     check_evaluation,
     check_processor_options,
     check_quantize_base,
-    check_ranges,
     check_servers,
     check_sync_adapters,
 )

@@ -17,7 +17,8 @@ from rlkit.data.samples import Row
 from rlkit.data.tables import HELD_OUT_SEED, as_rows
 from rlkit.rewards import isolated, reward_named, without_thinking
 from rlkit.runs.command_line import option_value
-from rlkit.runs.options import RewardOptions, TaskOptions, check_range
+from rlkit.runs.option_types import check_range
+from rlkit.runs.options import RewardOptions, TaskOptions
 
 Config = TypeVar("Config", bound=Any)
 

@@ -6,17 +6,22 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from pkgutil import iter_modules
 from types import SimpleNamespace
-from typing import Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import pytest
 
 import rlkit.runs
 from rlkit.data import first_of_sources, load_unpaired
+from rlkit.plan.recipes import load_recipe, recipe_options
 from rlkit.runs import (
+    Above,
+    NonNegativeFloat,
     OptimizerOptions,
     PolicyOptions,
+    PositiveInt,
     RewardOptions,
     RunOptions,
     TaskOptions,
@@ -26,7 +31,7 @@ from rlkit.runs import (
     parse_options,
 )
 from rlkit.runs.command_line import option_groups
-from rlkit.runs.options import check_ranges
+from rlkit.runs.option_types import check_ranges
 from rlkit.runs.tasks import with_epochs
 
 
@@ -166,6 +171,72 @@ def test_numbers_out_of_range_are_refused_by_name(name, value, expected):
     check_ranges(Recipe())
     with pytest.raises(ValueError, match=f"^{name}: expected {expected}$"):
         check_ranges(replace(Recipe(), **{name: value}))
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
+WITHOUT_RANGE = {  # of recipes, by their names, or of all
+    ("all", "profile_steps"): "steps that the run does not reach are not profiled",
+    ("all", "parallel"): "the engines check it",
+    ("distill", "beta"): "only read with --loss jsd, where the recipe checks it",
+    ("dpo", "beta"): "the loss functions check it, and have different ranges",
+    ("dpo", "loss_options"): "the loss functions check them",
+    ("evaluate", "right"): "any reward can be the least that counts as right",
+    ("evaluate", "pass_at"): "the recipe compares them with group_size",
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_number_has_a_range(recipe):
+    """nan is in no range; the defaults are."""
+    config = load_recipe(str(recipe)).Config
+    cfg, unchecked = config(), set()
+    check_ranges(cfg)
+    for name, kind in get_type_hints(config).items():
+        if {int, float} & {kind, *get_args(kind)}:
+            try:
+                check_ranges(replace(cfg, **{name: float("nan")}))
+                unchecked.add(name)
+            except ValueError as error:
+                assert str(error).startswith(f"{name}: expected ")
+    assert unchecked == {name for of, name in WITHOUT_RANGE if of in ("all", recipe.stem)}
+
+
+def test_an_option_that_a_copy_of_a_recipe_adds_is_checked(tmp_path):
+    copy = tmp_path / "mine.py"
+    text = (Path(__file__).parents[2] / "recipes" / "grpo_vlm.py").read_text()
+    head = "class Config(runs.PolicyOptions, runs.TrainingOptions):\n"
+    copy.write_text(text.replace(head, head + '    delta: runs.NonNegativeFloat = 4.0\n    """Mine."""\n'))
+    module = load_recipe(str(copy))
+    assert recipe_options(module, ["--model", "M", "--delta", "0"]).delta == 0
+    with pytest.raises(ValueError, match="^delta: expected at least 0, got -1$"):
+        recipe_options(module, ["--model", "M", "--delta", "-1"])
+
+
+def test_the_range_of_an_option_is_that_of_the_class_that_last_gives_one():
+    @dataclass
+    class Mine(OptimizerOptions, RunOptions):
+        lr: float = 0.5  # a new default alone
+        warmup_steps: PositiveInt = 10
+        gap: Annotated[float, Above(1)] | None = None
+        """An option that may have no value."""
+
+    check_ranges(Mine())
+    for name, value, expected in (
+        ("lr", -1.0, "at least 0, got -1"),
+        ("warmup_steps", 0, "at least 1, got 0"),
+        ("gap", 1.0, "a number above 1, got 1"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected {expected}$"):
+            check_ranges(replace(Mine(), **{name: value}))
+
+
+def test_ranges_are_not_seen_in_help(capsys, monkeypatch):
+    @dataclass
+    class Mine(RunOptions):
+        gap: NonNegativeFloat = 2.0
+        """A gap."""
+
+    assert "--gap FLOAT A gap. (default: 2.0)" in shown_help(capsys, monkeypatch, Mine)
 
 
 def test_a_limit_itself_is_in_range():

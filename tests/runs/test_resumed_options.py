@@ -1,23 +1,28 @@
 """What a resumed run may change, and what it leaves of the options it was started with."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
-from rlkit.runs import ModelOptions, RunOptions, TaskOptions, start_run
-from rlkit.runs.directory import CHANGEABLE, check_resumed_options, release_directory
+from rlkit.plan.recipes import load_recipe
+from rlkit.runs import ChangeableOnResume, ModelOptions, RunOptions, TaskOptions, start_run
+from rlkit.runs.directory import check_resumed_options, release_directory
+from rlkit.runs.option_types import changeable_options
 from rlkit.runs.options import SamplingOptions
 from rlkit.tracking import CONFIG
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 
 
 @dataclass
 class Options(RunOptions):
     lr: float = 0.1
     clip_low: float = 0.2
-    servers: tuple[str, ...] = ()
-    save_every: int = 50
+    servers: ChangeableOnResume[tuple[str, ...]] = ()
+    save_every: ChangeableOnResume[int] = 50
 
 
 @dataclass
@@ -182,9 +187,26 @@ def test_an_option_of_a_later_release_is_no_change(cfg, tmp_path):
     assert check_resumed_options(tmp_path / "run", cfg) == []
 
 
-def test_harmless_options_are_options_of_recipes():
-    """A name that is spelled differently here would be refused there."""
-    from rlkit.runs import PolicyOptions, TrainingOptions
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_options_that_change_results_are_not_changeable(recipe):
+    """A recipe that changes only the default of a shared option leaves it as changeable as it was."""
+    config = load_recipe(str(recipe)).Config
+    changeable, fixed = {"out", "watchdog", "micro_batch_tokens", "rollout", "servers"}, {"seed", "task", "model"}
+    changeable |= {"steps", "max_mismatch", "save_every", "teacher_servers"}
+    fixed |= {"lr", "group_size", "prompts_per_step", "loss", "kl_coef", "clip_high", "temperature", "dtype"}
+    names = {option.name for option in fields(config)}
+    assert changeable_options(config) & (changeable | fixed) == changeable & names
 
-    shared = {*asdict(PolicyOptions()), *asdict(TrainingOptions())}
-    assert set(CHANGEABLE) <= {*shared, "teacher_servers"}  # that one of distill.py
+
+def test_an_option_of_a_recipe_of_yours_says_itself_whether_it_may_change(tmp_path):
+    @dataclass
+    class Mine(RunOptions):
+        lines: ChangeableOnResume[int] = 3
+        depth: int = 3
+        watchdog: float = 60.0
+
+    cfg = Mine(out=str(tmp_path / "run"), resume=True)
+    start(replace(cfg, resume=False))
+    start(replace(cfg, lines=4, watchdog=0.0))
+    with pytest.raises(ValueError, match="but depth was 3 and is 4; to continue .* --allow_changes depth$"):
+        start(replace(cfg, lines=5, depth=4))
