@@ -223,7 +223,7 @@ def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
     """Each sequence's reward on the last token of its mask, 0 on every other token.
 
     In most rows the last column is padding, and a reward there would have no effect. The reward of a row without a
-    token in the mask is dropped. A nan ("not judged") stays nan on its token: remove such rows from the mask used to
+    token in the mask is dropped. A nan ("not scored") stays nan on its token: remove such rows from the mask used to
     train values and policy, `mask & rewards.isfinite()[:, None]`.
 
     Args:
