@@ -1,4 +1,4 @@
-"""Rewards of tokens from what a caller has, and tokens of the mask side by side."""
+"""Rewards per token, and the tokens of the mask side by side."""
 
 import torch
 import torch.nn.functional as F

@@ -41,7 +41,7 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
 
     $$w_i = b\, p_i + w\, q_i + (1 - b - w) \frac{1 - p_i}{N - 1}$$
 
-    with p one-hot at the best of the N samples of the group and q at the worst: a reward model is surest of those.
+    with p one-hot at the best of the N samples of the group and q at the worst; reward models are most reliable there.
 
     PF-PPO, https://arxiv.org/abs/2409.06957. best = 1/2, worst = 0 is the paper's best-random (BR), 1/2 and 1/2 its
     best-worst (BW), 1 and 0 best-of-N (BoN).

@@ -216,7 +216,7 @@ class AdaptiveKL:
 
     Args:
         kl_coef: at the start; >= 0.
-        target: the KL to hold, in the unit of what is measured; > 0.
+        target: the KL to hold, in the unit of the measured KL; > 0.
         horizon: > 0, in the unit of `update`'s steps.
     """
 
