@@ -19,7 +19,10 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 Config = TypeVar("Config")
 OF_ONE_RUN = {"versions", "contents", "config", "out", "resume", "allow_changes"}
-RENAMED = {"updates_per_batch": "ppo_epochs"}
+RENAMED = {"updates_per_batch": "ppo_epochs", "prompts_per_draw": "gen_batch_size"}
+MOVED = dict.fromkeys(("critic_lam", "length_adaptive_alpha", "lm_coef"), "recipes/vapo.py") | dict.fromkeys(
+    ("normalise_rewards", "reward_clip"), "rlkit.advantages.scaled_rewards, for a copy of the recipe"
+)
 DEPENDING_ON_MODEL = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `defaults_of_model`
 
 
@@ -155,6 +158,9 @@ def _check_renamed(names: Collection[str], config: type[Any]) -> None:
     for old, new in RENAMED.items():
         if old in names and old not in known and new in known:
             raise ValueError(f"{old}: expected --{new}, the new name of this option, got --{old}")
+    for old, place in MOVED.items():
+        if old in names and old not in known:
+            raise ValueError(f"{old}: expected an option of this recipe, got one that moved to {place}")
 
 
 def _as_arguments(name: str, x: Any) -> list[str]:

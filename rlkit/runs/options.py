@@ -324,7 +324,7 @@ weight_decay kl_coef sft_coef lm_coef centre_coef clip_low clip_high max_mismatc
 """.split()
 SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam adam_beta1 adam_beta2".split()
 POSITIVE = """
-temperature max_grad_norm lora_alpha reward_seconds reward_memory tis_cap tool_timeout
+temperature max_grad_norm lora_alpha reward_seconds reward_memory tis_cap tool_timeout length_adaptive_alpha
 """.split()
 
 

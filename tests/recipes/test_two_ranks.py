@@ -32,6 +32,7 @@ CASES = {
     "reinforce": ("reinforce", [*PROMPTS, "--steps", 1, "--advantage", "reinforce_plus_plus_baseline"], []),
     "dapo": ("dapo", [*PROMPTS, "--steps", 1, *DRAWS], []),
     "ppo": ("ppo", [*PROMPTS, "--steps", 1, "--mini_batches", 2], []),
+    "vapo": ("vapo", [*PROMPTS, "--steps", 1, "--mini_batches", 2, "--critic_warmup", 0], []),
     "distill": ("distill", [*PROMPTS, "--steps", 1], []),
     "distill_whole": ("distill", [*PROMPTS, "--steps", 2, "--loss", "jsd"], ["--ulysses_sequence_parallel_size", 2]),
     "distill_top": ("distill", [*PROMPTS, "--steps", 2, "--loss", "jsd", "--teacher_top_k", 9], []),
