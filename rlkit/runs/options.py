@@ -313,7 +313,7 @@ class GivenAnswerOptions(TrainingOptions):
 
 # options of all recipes, by their ranges
 AT_LEAST_1 = """
-steps prompts_per_step prompts_per_draw max_num_gen_batches mini_batches ppo_epochs max_turns
+steps prompts_per_step gen_batch_size max_num_gen_batches mini_batches ppo_epochs max_turns
 save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """

@@ -179,7 +179,7 @@ def small_options(name, model):
     special = {
         "distill": ["--teacher", model],
         "evaluate": ["--rows", 8],
-        "dapo": ["--prompts_per_draw", 4, "--max_num_gen_batches", 1, "--mini_batches", 1, "--overlong_buffer", 0],
+        "dapo": ["--gen_batch_size", 4, "--max_num_gen_batches", 1, "--mini_batches", 1, "--overlong_buffer", 0],
         "ppo": ["--mini_batches", 1],
         "vapo": ["--mini_batches", 1, "--critic_warmup", 1],
     }
