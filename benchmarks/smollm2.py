@@ -115,7 +115,7 @@ RECIPES = {
     "ppo": Measured(
         "ppo",
         f"{COMMON} {ADAPTERS} --task addition --heldout 0.008 --max_new_tokens 16 --prompts_per_step 4 --group_size 8 "
-        "--lr 5e-4 --critic_lr 5e-4 --lm_coef 0.1 --mini_batches 1 --steps 16",
+        "--lr 5e-4 --critic_lr 5e-4 --mini_batches 1 --steps 16",
         {"accuracy": "accuracy", "value/explained_variance": "explained variance"},
     ),
 }

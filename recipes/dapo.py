@@ -3,17 +3,17 @@
     torchrun --nproc-per-node=1 recipes/dapo.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/dapo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
         --task train.jsonl --reward maths --rollout vllm --prompts_per_step 512 \\
-        --prompts_per_draw 1536 --max_num_gen_batches 10 --mini_batches 16 --lr 1e-6 \\
+        --gen_batch_size 1536 --max_num_gen_batches 10 --mini_batches 16 --lr 1e-6 \\
         --max_new_tokens 20480 --overlong_buffer 4096
 
 The four parts of the paper (https://arxiv.org/abs/2503.14476) and where they are: clip-higher
-(`clip_high`), dynamic sampling (`draw_groups`), the mean over tokens (`token_mean`), overlong
+(`clip_high`), dynamic sampling (`sample_groups`), the mean over tokens (`token_mean`), overlong
 reward shaping (`overlong_penalty`). No KL term.
 
 How it differs from the paper:
-- Sampling stops after `max_num_gen_batches` draws, and the step uses the groups found until then.
-  The run ends if no group has differing rewards: all remaining prompts are then always or never
-  solved.
+- A step samples at most `max_num_gen_batches` batches of prompts, and uses the groups found until
+  then. The run ends if no group has differing rewards: all remaining prompts are then always or
+  never solved.
 - Groups are filtered by rewards without the length penalty. With it, groups of equal rewards would
   pass the filter.
 - The learning rate decays linearly after the warm-up; the paper's is constant.
@@ -23,9 +23,11 @@ How it differs from the paper:
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 from rlkit import runs
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
@@ -44,11 +46,11 @@ from rlkit.rollout import Sampling
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 150
-    prompts_per_draw: runs.PositiveInt = 48
-    """Prompts per draw (verl's gen_batch_size). Draws repeat until --prompts_per_step prompts have
-    answers with different rewards."""
+    gen_batch_size: runs.PositiveInt = 48
+    """Prompts per generation batch. A step samples such batches until --prompts_per_step prompts
+    have answers with different rewards."""
     max_num_gen_batches: runs.PositiveInt = 3
-    """Maximum number of draws per step."""
+    """Maximum number of generation batches per step."""
     ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
     mini_batches: runs.PositiveInt = 2
@@ -88,46 +90,52 @@ def update_policy(batch, cfg: Config, step: int, engine):
     return runs.mean_metrics(updates)
 
 
-def draw_groups(prompts_of_draws, draws: int, cfg: Config, sampler, engine):
-    """Dynamic sampling: draw prompts until enough groups have answers with different rewards.
+class SampledGroups(NamedTuple):
+    """What a step sampled, in one generation batch or several."""
+
+    answers: runs.Answers
+    """All answers of this rank."""
+    informative: Sequence[int]
+    """Ids of the groups of all ranks whose answers have different rewards."""
+    num_gen_batches: int
+
+
+def sample_groups(gen_batches, first: int, cfg: Config, sampler, engine) -> SampledGroups:
+    """Dynamic sampling: sample until enough groups have answers with different rewards.
+
 
     Args:
-        prompts_of_draws: iterator over the prompts of this draw and all later ones.
-        draws: how many were made before.
-
-    Returns:
-        All answers drawn, ids of the groups of all ranks with different rewards, and the number of
-        draws.
+        gen_batches: iterator over generation batches of prompts, from number `first` of the run on.
     """
     answers = None
     with sampler.current_weights():
-        for draw in range(cfg.max_num_gen_batches):
-            prompts = renumbered(next(prompts_of_draws), draw * cfg.prompts_per_draw)
-            sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, draws + draw))
-            drawn = sampler.sample(prompts, sampling, n=cfg.group_size)
-            answers = answers + drawn if answers else drawn
+        for i in range(cfg.max_num_gen_batches):
+            prompts = renumbered(next(gen_batches), i * cfg.gen_batch_size)
+            sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, first + i))
+            more = sampler.sample(prompts, sampling, n=cfg.group_size)
+            answers = answers + more if answers else more
             ids = group_ids(answers.generated)
-            kept = ids[informative_groups(answers.rewards, ids)]
-            groups = runs.group_ids_of_all_ranks(kept, engine)
-            if len(groups) >= cfg.prompts_per_step:
+            ids = ids[informative_groups(answers.rewards, ids)]
+            informative = runs.group_ids_of_all_ranks(ids, engine)
+            if len(informative) >= cfg.prompts_per_step:
                 break
-    return answers, groups, draw + 1
+    return SampledGroups(answers, informative, i + 1)
 
 
 def renumbered(prompts, first: int):
-    """The prompts of a draw with group ids from `first` on, so that all draws of a step differ."""
+    """A generation batch with group ids from `first` on, so that those of a step differ."""
     samples = [replace(sample, group_id=first + sample.group_id) for sample in prompts.samples]
     return replace(prompts, samples=samples)
 
 
-def group_metrics(engine, penalty, groups, chosen, drawn: int) -> dict[str, float]:
-    """The mean length penalty, and how many groups were drawn, have different rewards, and were
+def group_metrics(engine, penalty, sampled: SampledGroups, chosen, cfg: Config):
+    """The mean length penalty, and how many groups were sampled, have different rewards, and were
     trained on."""
     counts = runs.totals(engine, penalty=penalty.sum(), answers=len(penalty))
     return {
         "reward/overlong": counts["penalty"] / counts["answers"],
-        "groups/drawn": drawn,
-        "groups/differ": len(groups),
+        "groups/sampled": sampled.num_gen_batches * cfg.gen_batch_size,
+        "groups/differ": len(sampled.informative),
         "groups/trained": len(chosen),
     }
 
@@ -142,7 +150,7 @@ def main(cfg: Config) -> None:
     runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
     runs.check_range("overlong_buffer", cfg.overlong_buffer, 0, cfg.max_new_tokens)
     if cfg.epochs:
-        raise ValueError("epochs: expected none, as draws per step vary, got some; use --steps")
+        raise ValueError("epochs: expected 0, as prompts per step vary, got some; use --steps")
     task = runs.load_named_task(cfg, cfg.task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
     path, processor = runs.find_model(cfg, run, task.train)
@@ -155,20 +163,21 @@ def main(cfg: Config) -> None:
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
 
-    draws = state.get("draws", 0)  # of all steps: the position in the data
-    rows = rows_of_steps(task.train, count(draws), cfg.prompts_per_draw, cfg.seed)
-    prompts_of_draws = runs.prefetch(map(sampler.encode, rows))
+    gen_batches_done = state.get("gen_batches_done", 0)  # the position in the data
+    rows = rows_of_steps(task.train, count(gen_batches_done), cfg.gen_batch_size, cfg.seed)
+    gen_batches = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(state["step"], cfg.steps):
-        answers, groups, drawn = draw_groups(prompts_of_draws, draws, cfg, sampler, engine)
-        draws += drawn
+        sampled = sample_groups(gen_batches, gen_batches_done, cfg, sampler, engine)
+        gen_batches_done += sampled.num_gen_batches
+        answers = sampled.answers
         sampler.stop_if_rewards_failed(answers)
-        if not len(groups):
-            what = "no group drawn has different rewards, so the run ends here"
+        if not len(sampled.informative):
+            what = "no sampled group has different rewards, so the run ends here"
             run.print(f"step {step}: {what}; {scored_share(answers, engine)}")
             break
 
         run.phase("train")
-        chosen = groups[: cfg.prompts_per_step]
+        chosen = sampled.informative[: cfg.prompts_per_step]
         batch = collate([sample for sample in answers.scored if sample.group_id in chosen])
         lengths, limit = batch.mask.sum(1), cfg.max_new_tokens
         penalty = overlong_penalty(lengths, limit, cfg.overlong_buffer, cfg.overlong_penalty_factor)
@@ -181,10 +190,10 @@ def main(cfg: Config) -> None:
 
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
         sampler.report(answers, metrics)
-        metrics |= group_metrics(engine, penalty, groups, chosen, drawn * cfg.prompts_per_draw)
+        metrics |= group_metrics(engine, penalty, sampled, chosen, cfg)
         show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
         run.log(step, metrics, show=show)
-        runs.save(cfg, run, step, {"draws": draws}, checkpoints=engine)
+        runs.save(cfg, run, step, {"gen_batches_done": gen_batches_done}, checkpoints=engine)
         runs.evaluate_when_due(cfg, run, evaluate, engine)
         if runs.out_of_patience(cfg, run):
             break

@@ -23,9 +23,10 @@ How it differs from the paper (DPO, https://arxiv.org/abs/2305.18290, section 4)
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from rlkit import losses, runs
 from rlkit.data import collate, load_pairs, rows_of_steps
@@ -43,7 +44,7 @@ def orpo_loss(chosen, rejected, chosen_lengths, rejected_lengths, weight: float 
     return weight * losses.orpo_loss(chosen, rejected, chosen_lengths, rejected_lengths)
 
 
-LOSSES = {
+REFERENCE_LOSSES = {  # loss(chosen, rejected, ref_chosen, ref_rejected)
     "dpo": losses.dpo_loss,
     "robust": losses.robust_dpo_loss,
     "ipo": losses.ipo_loss,
@@ -57,11 +58,14 @@ LOSSES = {
     "alpha_divergence": losses.alpha_divergence_dpo_loss,
     "forward_kl": losses.forward_kl_dpo_loss,
     "js": losses.js_dpo_loss,
+}
+PER_TOKEN_LOSSES = {  # loss(chosen, rejected, chosen_lengths, rejected_lengths): no reference
     "simpo": losses.simpo_loss,
     "alphapo": losses.alphapo_loss,
     "orpo": orpo_loss,
-    "slic": losses.slic_loss,
 }
+OTHER_LOSSES = {"slic": losses.slic_loss}  # loss(chosen, rejected): no reference
+LOSSES = REFERENCE_LOSSES | PER_TOKEN_LOSSES | OTHER_LOSSES
 
 
 @dataclass
@@ -85,22 +89,47 @@ def loss_function(cfg: Config) -> Callable:
     """The function that `--loss` names, with its options."""
     if cfg.loss not in LOSSES:
         raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {cfg.loss!r}")
-    if cfg.normalise_length and "chosen_lengths" in signature(LOSSES[cfg.loss]).parameters:
+    if cfg.normalise_length and cfg.loss in PER_TOKEN_LOSSES:
         raise ValueError(
             f"normalise_length: expected a loss of sums, got {cfg.loss!r}, which divides by the "
             "answers' lengths itself: leave the option out"
         )
-    options = {**({} if cfg.beta is None else {"beta": cfg.beta}), **cfg.loss_options}
+    options = cfg.loss_options if cfg.beta is None else {"beta": cfg.beta, **cfg.loss_options}
+    loss = partial(LOSSES[cfg.loss], **options)
     try:
-        signature(LOSSES[cfg.loss]).bind_partial(**options)
-    except TypeError as error:
+        loss_per_pair(loss, ONE_EMPTY_PAIR, cfg)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"loss {cfg.loss!r}: {error}") from error
-    return partial(LOSSES[cfg.loss], **options)
+    return loss
 
 
 def needs_reference(cfg: Config) -> bool:
     """Whether the loss compares the policy with a reference model."""
-    return "ref_chosen" in signature(loss_function(cfg)).parameters
+    loss_function(cfg)  # raises if the loss or its options are wrong
+    return cfg.loss in REFERENCE_LOSSES
+
+
+class Pairs(NamedTuple):
+    """Log-probabilities of P pairs of answers, and the answers' lengths in tokens; [P] each."""
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_lengths: Tensor
+    rejected_lengths: Tensor
+
+
+ONE_EMPTY_PAIR = Pairs(*torch.zeros(4, 1), *torch.zeros(2, 1, dtype=torch.long))
+
+
+def loss_per_pair(loss: Callable, x: Pairs, cfg: Config) -> Tensor:
+    """[P]; each loss function takes what its formula needs."""
+    if cfg.loss in REFERENCE_LOSSES:
+        return loss(x.chosen, x.rejected, x.ref_chosen, x.ref_rejected)
+    if cfg.loss in PER_TOKEN_LOSSES:
+        return loss(x.chosen, x.rejected, x.chosen_lengths, x.rejected_lengths)
+    return loss(x.chosen, x.rejected)
 
 
 def pair_loss(out, mb, loss: Callable, cfg: Config):
@@ -109,25 +138,27 @@ def pair_loss(out, mb, loss: Callable, cfg: Config):
     The logged margins are log-probability differences of policy and reference, in nats; per token
     for the losses that divide by the answers' lengths.
     """
-    score = sequence_mean_logprobs if cfg.normalise_length else sequence_logprobs
-    chosen, rejected = mb.mask[0::2], mb.mask[1::2]
-    given = {  # each loss function takes the arguments that its formula needs
-        "chosen": score(out.logprobs[0::2], chosen),
-        "rejected": score(out.logprobs[1::2], rejected),
-        "ref_chosen": score(mb.ref_logprobs[0::2], chosen),
-        "ref_rejected": score(mb.ref_logprobs[1::2], rejected),
-        "chosen_lengths": chosen.sum(1),
-        "rejected_lengths": rejected.sum(1),
-    }
-    values = loss(**{name: given[name] for name in signature(loss).parameters if name in given})
+    answer_logprobs = sequence_mean_logprobs if cfg.normalise_length else sequence_logprobs
+    logprobs = answer_logprobs(out.logprobs, mb.mask)
+    ref_logprobs = answer_logprobs(mb.ref_logprobs, mb.mask)
+    lengths, total = mb.mask.sum(1), mb.total_sequences / 2
+    pairs = Pairs(
+        chosen=logprobs[0::2],
+        rejected=logprobs[1::2],
+        ref_chosen=ref_logprobs[0::2],
+        ref_rejected=ref_logprobs[1::2],
+        chosen_lengths=lengths[0::2],
+        rejected_lengths=lengths[1::2],
+    )
     default = 1.0 if cfg.loss == "orpo" else 0.1
     sft_coef = default if cfg.sft_coef is None else cfg.sft_coef
-    values = values - sft_coef * sequence_mean_logprobs(out.logprobs[0::2], chosen)
-    pairs = mb.total_sequences / 2
-    margins = given["chosen"] - given["ref_chosen"], given["rejected"] - given["ref_rejected"]
-    if "chosen_lengths" in signature(loss).parameters:  # its reward is a mean over tokens
-        margins = margins[0] / chosen.sum(1).clamp(1), margins[1] / rejected.sum(1).clamp(1)
-    return preference_mean(values, pairs), preference_stats(*margins, pairs)
+    chosen_nll = -sequence_mean_logprobs(out.logprobs[0::2], mb.mask[0::2])
+    values = loss_per_pair(loss, pairs, cfg) + sft_coef * chosen_nll
+    chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
+    if cfg.loss in PER_TOKEN_LOSSES:
+        chosen = chosen / pairs.chosen_lengths.clamp(min=1)
+        rejected = rejected / pairs.rejected_lengths.clamp(min=1)
+    return preference_mean(values, total), preference_stats(chosen, rejected, total)
 
 
 def chosen_and_rejected(row):

@@ -75,8 +75,12 @@ def answer_loss(out, mb, z0, good: float, cfg: Config):
 
 
 def with_other_answers(rows):
-    """The (group id, row) pairs, each row with the answer of the next one that has any, or None:
-    z_0 is taken of these."""
+    """Pair each prompt with the next row's completion, to estimate the KL (z_0).
+
+    Args:
+        rows: (group id, row) pairs. A row without a completion is passed over; if no other row has
+            one, `other_answer` is None.
+    """
     rows = list(rows)
     with_others = []
     for i, (group_id, row) in enumerate(rows):
@@ -125,7 +129,8 @@ def main(cfg: Config) -> None:
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     others = other_answer if cfg.baseline else None
     encode = runs.answer_encoder(cfg, run, path, processor, engine, own_answer, others)
-    # the two rows of a pair have one prompt: it is answered once, and they are apart for z_0
+    # Evaluate each prompt once; order rows so that a pair's two rows are not neighbours, as z_0
+    # needs mismatched completions.
     first = set(first_of_sources(task.heldout))
     rows = sorted(enumerate(task.heldout), key=lambda one: one[0] not in first)
     heldout = encode(with_other_answers(rows))

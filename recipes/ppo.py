@@ -15,15 +15,12 @@ How it differs from the paper (https://arxiv.org/abs/1707.06347) and from Instru
 - An answer is left out if its reward function fails or returns None.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 
-VAPO (https://arxiv.org/abs/2504.05118) is `--critic_lam 1 --length_adaptive_alpha 0.05
---critic_warmup 50 --clip_high 0.28 --lm_coef 0.1`; during the first 50 steps only its critic is
-trained, and `lm_coef` is the weight of a term that imitates right answers. PF-PPO
-(arXiv 2409.06957) is `--pf_ppo_best 0.5`; it weights answers, where the paper resamples them.
+PF-PPO (arXiv 2409.06957) is `--pf_ppo_best 0.5`: it trains on answers that are drawn from those of
+the batch by their rewards. VAPO is in vapo.py.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 
 import torch
 
@@ -31,13 +28,12 @@ from rlkit import runs
 from rlkit.advantages import (
     gae,
     kl_in_reward,
-    length_adaptive_lambda,
     masked_whiten,
+    pf_ppo_indices,
     pf_ppo_weights,
     rewards_to_tokens,
 )
-from rlkit.advantages.shaping import RunningMoments, scaled_rewards
-from rlkit.data import collate, rows_of_steps
+from rlkit.data import collate, group_ids, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.losses import (
@@ -50,7 +46,6 @@ from rlkit.losses import (
     mismatch_stats,
     ratio_stats,
     token_mean,
-    token_sum,
 )
 from rlkit.rollout import Sampling
 
@@ -79,22 +74,12 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     gamma: runs.UnitInterval = 1.0
     """Discount factor per token."""
     lam: runs.UnitInterval = 0.95
-    """Lambda of GAE for the policy's advantages."""
-    length_adaptive_alpha: runs.NonNegativeFloat = 0.0
-    """If not 0, the policy's lambda is 1 - 1 / (alpha l) for an answer of l tokens. VAPO: 0.05."""
-    critic_lam: runs.UnitInterval = 0.95
-    """Lambda of GAE for the critic's targets. VAPO: 1."""
-    lm_coef: runs.NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of answers with a reward above 0.5. VAPO: 0.1."""
-    normalise_rewards: bool = False
-    """Normalise rewards by the running mean and standard deviation (PPO-max, arXiv 2307.04964)."""
-    reward_clip: runs.NonNegativeFloat = 0.0
-    """If not 0, clip rewards to [-reward_clip, reward_clip], after normalise_rewards."""
+    """Lambda of GAE."""
     pf_ppo_best: runs.UnitInterval = 0.0
-    """Share of a group's weight that goes to its best answer. 0, with pf_ppo_worst 0: equal
-    weights."""
+    """Probability of drawing the best answer of a group. 0, with pf_ppo_worst 0: train on all
+    answers."""
     pf_ppo_worst: runs.UnitInterval = 0.0
-    """Share of a group's weight that goes to its worst answer."""
+    """Probability of drawing the worst answer of a group."""
     kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
@@ -105,11 +90,8 @@ def policy_loss(out, mb, cfg: Config):
     old, mask = mb.old_logprobs, mb.mask
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mask, **clip)
-    loss = loss * mb.weights[:, None]
     loss = loss * importance_weights(old, mb.rollout_logprobs, mask, high=cfg.tis_cap)
-    loss = token_mean(loss, mask, mb.total_tokens)
-    imitation = token_sum(-out.logprobs * mb.lm_weights[:, None], mask)
-    return loss + cfg.lm_coef * imitation, {
+    return token_mean(loss, mask, mb.total_tokens), {
         "entropy": token_mean(out.entropy, mask, mb.total_tokens),
         **ratio_stats(out.logprobs, old, mb.advantages, mask, **clip, total=mb.total_tokens),
     }
@@ -117,37 +99,26 @@ def policy_loss(out, mb, cfg: Config):
 
 def value_loss(out, mb, cfg: Config):  # out.values [B, T]
     loss = clipped_value_loss(out.values, mb.values, mb.returns, mb.mask, cfg.cliprange_value)
-    return token_mean(loss * mb.weights[:, None], mb.mask, mb.total_tokens), {}
+    return token_mean(loss, mb.mask, mb.total_tokens), {}
 
 
-def token_rewards(batch, moments: RunningMoments, cfg: Config):
-    """[B, T]: an answer's reward at its last token, minus the KL to the reference at each token."""
-    scaled = scaled_rewards(batch.rewards, moments.mean, moments.std, cfg.reward_clip or inf)
-    if not cfg.kl_coef:
-        return rewards_to_tokens(scaled, batch.mask)
-    kl = kl_k1(batch.old_logprobs, batch.ref_logprobs, batch.mask)
-    return kl_in_reward(scaled, kl, batch.mask, cfg.kl_coef)
-
-
-def policy_lambda(mask, cfg: Config):
-    """Lambda of the policy's advantages: a number, or one per answer."""
-    alpha = cfg.length_adaptive_alpha
-    return length_adaptive_lambda(mask, alpha) if alpha else cfg.lam
-
-
-def answer_weights(rewards, group_ids, cfg: Config):
-    """[B]: 1 for each answer, or with PF-PPO a weight by its reward, with a mean of 1 per group."""
+def filtered(samples, step: int, cfg: Config):
+    """The samples to train on: all, or with PF-PPO as many, drawn with replacement by reward."""
     if not (cfg.pf_ppo_best or cfg.pf_ppo_worst):
-        return torch.ones(len(rewards))
-    shares = pf_ppo_weights(rewards, group_ids, cfg.pf_ppo_best, cfg.pf_ppo_worst)
-    return shares * group_ids.bincount()[group_ids]
+        return samples
+    rewards = torch.tensor([sample.reward for sample in samples])
+    weights = pf_ppo_weights(rewards, group_ids(samples), cfg.pf_ppo_best, cfg.pf_ppo_worst)
+    generator = torch.Generator().manual_seed(1_000_003 * cfg.seed + step)
+    drawn = pf_ppo_indices(weights, len(samples), generator)
+    return [samples[i] for i in drawn.tolist()]
 
 
-def imitation_weights(part, engine):
-    """[B]: 1 / tokens of the right answers of all ranks for a right answer, 0 for others."""
-    right = (part.rewards > 0.5).float()
-    tokens = engine.global_sum((part.mask.sum(1) * right).sum())
-    return right / tokens.clamp(min=1)
+def token_rewards(batch, cfg: Config):
+    """[B, T]: an answer's reward at its last token, minus the KL to the reference at each token."""
+    if not cfg.kl_coef:
+        return rewards_to_tokens(batch.rewards, batch.mask)
+    kl = kl_k1(batch.old_logprobs, batch.ref_logprobs, batch.mask)
+    return kl_in_reward(batch.rewards, kl, batch.mask, cfg.kl_coef)
 
 
 def batch_metrics(batch, engine):
@@ -185,12 +156,10 @@ def update_critic(batch, cfg: Config, step: int, engine, critic):
 
 def update_policy(batch, cfg: Config, step: int, engine):
     """All optimizer steps of the policy on a batch; mean metrics."""
-    loss_fn, updates = partial(policy_loss, cfg=cfg), []
+    loss_fn, outputs = partial(policy_loss, cfg=cfg), ("logprobs", "entropy")
     with runs.keep_on_device(engine):
-        for part in mini_batches(batch, cfg, step, engine):
-            part.add(lm_weights=imitation_weights(part, engine))
-            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
-    return runs.mean_metrics(updates)
+        parts = mini_batches(batch, cfg, step, engine)
+        return runs.mean_metrics([engine.train_batch(part, loss_fn, outputs) for part in parts])
 
 
 def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
@@ -217,7 +186,6 @@ def main(cfg: Config) -> None:
     start = state["step"]
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
-    moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
@@ -227,21 +195,17 @@ def main(cfg: Config) -> None:
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        batch = collate(answers.scored)
+        batch = collate(filtered(answers.scored, step, cfg))
         mask = batch.mask
         with runs.keep_on_device(engine):  # with LoRA it is also the reference
             if reference:
                 batch.add(ref_logprobs=reference(batch))
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])  # [B, T]
         values = critic.infer_batch(batch)["values"]  # [B, T], of the prefix before each token
-        if cfg.normalise_rewards:
-            moments = moments.update(batch.rewards, engine.global_sum)
-        rewards = token_rewards(batch, moments, cfg)  # [B, T]
-        returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam).returns
-        advantages = gae(rewards, values, mask, cfg.gamma, policy_lambda(mask, cfg)).advantages
+        rewards = token_rewards(batch, cfg)  # [B, T]
+        advantages, returns = gae(rewards, values, mask, cfg.gamma, cfg.lam)
         advantages = masked_whiten(advantages, mask, global_sum=engine.global_sum)
         batch.add(values=values, returns=returns, advantages=advantages)
-        batch.add(weights=answer_weights(batch.rewards, batch.group_ids, cfg))
         metrics = batch_metrics(batch, engine)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
         metrics |= update_critic(batch, cfg, step, engine, critic)
@@ -251,8 +215,7 @@ def main(cfg: Config) -> None:
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=mask.sum())
         sampler.report(answers, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
-        state = {"moments": vars(moments)}
-        runs.save(cfg, run, step, state, checkpoints=engine, critic_checkpoints=critic)
+        runs.save(cfg, run, step, checkpoints=engine, critic_checkpoints=critic)
         runs.evaluate_when_due(cfg, run, evaluate, engine)
         if runs.out_of_patience(cfg, run):
             break

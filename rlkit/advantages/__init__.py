@@ -27,13 +27,13 @@ All, by family, each a module:
   `pf_ppo_indices`
 
 Outcome advantages are [B], token-level ones [B, T]; losses take either. Groups may have any size and their samples any
-order. A sample whose reward is nan or infinite counts as not judged: it is left out of all statistics, and its
+order. A sample whose reward is nan or infinite counts as not scored: it is left out of all statistics, and its
 advantage is 0. Results are float32, or float64 if the rewards are.
 
 A function describes only its special arguments. Common arguments have the same meaning everywhere:
 
 Args:
-    rewards: [B], one per sample; a reward that is not finite means "not judged".
+    rewards: [B], one per sample; a reward that is not finite means "not scored".
     group_ids: [B], any integers, in any order: equal ids are one group.
     mask: bool [B, T], True on the tokens that the policy wrote and is trained on.
     logprobs: [B, T], of the policy being trained.

@@ -1,7 +1,28 @@
-"""Sums over groups of samples. All in float64: a group's rounding error must not be scaled up to an advantage."""
+"""Statistics of groups of samples: every result is per sample, that of the sample's group.
+
+A sample that was not scored (a reward that is not finite) is left out before the formula and put back after it:
+
+    r, group = scored_samples(rewards, group_ids)  # [S], S <= B
+    advantages = r - group_mean(r, group)
+    return with_unscored(advantages, rewards)  # [B]
+
+All in float64: a group's rounding error must not be scaled up to an advantage.
+"""
 
 import torch
 from torch import Tensor
+
+
+def scored_samples(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(rewards in float64, groups numbered from 0) of the samples that were scored: [S] both."""
+    scored = rewards.isfinite()
+    return rewards[scored].double(), group_index(group_ids[scored])
+
+
+def with_unscored(x: Tensor, rewards: Tensor) -> Tensor:
+    """[B]: x [S] of the scored samples, and 0 for the others; float32, or float64 if the rewards are."""
+    of_all = x.new_zeros(len(rewards)).masked_scatter(rewards.isfinite(), x)
+    return in_dtype_of(rewards, of_all)
 
 
 def group_index(group_ids: Tensor) -> Tensor:
@@ -9,40 +30,42 @@ def group_index(group_ids: Tensor) -> Tensor:
     return torch.unique(group_ids, return_inverse=True)[1]
 
 
-def group_sums(x: Tensor, index: Tensor, groups: int | None = None) -> Tensor:
-    """`out[k]` = sum of x [B, ...] over group k: [groups, ...], by default zero-padded to length B."""
-    slots = len(x) if groups is None else groups
-    return x.new_zeros(slots, *x.shape[1:]).index_add_(0, index, x)
+def group_sum(x: Tensor, group: Tensor) -> Tensor:
+    """[B, ...]: the sum of x [B, ...] over the group of each sample."""
+    return torch.zeros_like(x).index_add(0, group, x)[group]  # there are at most B groups
 
 
-def group_max(x: Tensor, index: Tensor) -> Tensor:
+def group_size(group: Tensor) -> Tensor:
+    """[B]: the number of samples in the group of each sample."""
+    return group_sum(torch.ones_like(group, dtype=torch.float64), group)
+
+
+def group_max(x: Tensor, group: Tensor) -> Tensor:
     """[B]: the largest x of the group of each sample."""
-    return torch.full_like(x, -torch.inf).scatter_reduce(0, index, x, "amax")[index]
+    return torch.full_like(x, -torch.inf).scatter_reduce(0, group, x, "amax")[group]
 
 
-def group_min(x: Tensor, index: Tensor) -> Tensor:
+def group_min(x: Tensor, group: Tensor) -> Tensor:
     """[B]: the smallest x of the group of each sample."""
-    return -group_max(-x, index)
+    return -group_max(-x, group)
 
 
-def judged_rewards(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """(rewards in float64, 0 where they are not finite; bool: where they are)."""
-    judged = rewards.isfinite()
-    return torch.where(judged, rewards.double(), 0), judged
+def group_mean(x: Tensor, group: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[B]: the mean of x over the group of each sample, weighted if there are weights.
 
-
-def centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(rewards minus group mean, 0 where not judged; each sample's group; judged samples of group k at k), all [B].
-
-    Shift by the group minimum first, so that equal rewards give exactly 0.
+    The group's minimum is subtracted before the sum and added after it, so that equal numbers have exactly their own
+    value as the mean. A group of weight 0 gets its minimum.
     """
-    index = group_index(group_ids)
-    known, judged = judged_rewards(rewards)
-    count = group_sums(judged.double(), index)
-    smallest = group_min(torch.where(judged, known.detach(), torch.inf), index)
-    known = torch.where(judged, known - smallest, 0)
-    mean = group_sums(known, index) / count.clamp(min=1)
-    return torch.where(judged, known - mean[index], 0), index, count
+    weights = torch.ones_like(x) if weights is None else weights
+    total = group_sum(weights, group)
+    smallest = group_min(x.detach(), group)
+    return smallest + group_sum(weights * (x - smallest), group) / torch.where(total > 0, total, 1)
+
+
+def group_std(x: Tensor, group: Tensor) -> Tensor:
+    """[B]: the sample standard deviation (divisor n - 1) of x over the group of each sample; see `root`."""
+    squares = group_sum((x - group_mean(x, group)).square(), group)
+    return root(squares / (group_size(group) - 1).clamp(min=1))
 
 
 def root(variance: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ def recurrence(x: Tensor, decay: Tensor, mask: Tensor) -> Tensor:
     return suffix_scan(x.t().contiguous(), decay.t().contiguous()).t().contiguous()
 
 
-def following(y: Tensor) -> Tensor:
-    """[B, T]: y of the next token of the mask, from the result of `recurrence`; 0 past the last."""
-    return torch.cat([y[:, 1:], torch.zeros_like(y[:, :1])], 1)
+def next_token(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: x of the next token of the mask; 0 past the last of them."""
+    this_or_next = recurrence(x, x.new_zeros(()), mask)
+    return torch.cat([this_or_next[:, 1:], torch.zeros_like(x[:, :1])], 1)
 
 
 def suffix_scan(x: Tensor, decay: Tensor) -> Tensor:

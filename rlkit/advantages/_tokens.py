@@ -1,4 +1,4 @@
-"""Rewards of tokens from what a caller has, and tokens of the mask side by side."""
+"""Rewards per token, and the tokens of the mask side by side."""
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,10 @@ def rewards_per_token(rewards: Tensor, mask: Tensor) -> Tensor:
     return rewards
 
 
-def judged_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The mask without the rows that were not judged: those with a reward that is not finite. Rewards are masked."""
-    judged = rewards.sum(1, keepdim=True).isfinite()
-    return mask & judged.repeat(1, mask.shape[1])  # repeated: torch does not vectorise `&` with a broadcast tensor
+def scored_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
+    """The mask without the rows that were not scored: those with a reward that is not finite. Rewards are masked."""
+    scored = rewards.sum(1, keepdim=True).isfinite()
+    return mask & scored.repeat(1, mask.shape[1])  # repeated: torch does not vectorise `&` with a broadcast tensor
 
 
 def side_by_side(x: Tensor, places: Tensor) -> Tensor:

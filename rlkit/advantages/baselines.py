@@ -7,8 +7,17 @@ from torch import Tensor
 
 from rlkit import _check as check
 from rlkit._numerics import GlobalSum, one_rank
-from rlkit.advantages._groups import centre, group_index, group_max, group_sums, in_dtype_of, judged_rewards
-from rlkit.advantages.filtering import informative_groups
+from rlkit.advantages._groups import (
+    group_index,
+    group_max,
+    group_mean,
+    group_min,
+    group_size,
+    group_sum,
+    in_dtype_of,
+    scored_samples,
+    with_unscored,
+)
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -24,9 +33,10 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
         [B].
     """
     check.groups(group_ids, rewards=rewards)
-    centred, index, count = centre(rewards, group_ids)
-    factor = count / (count - 1).clamp(min=1)
-    return in_dtype_of(rewards, factor[index] * centred)
+    r, group = scored_samples(rewards, group_ids)
+    size = group_size(group)
+    advantages = size / (size - 1).clamp(min=1) * (r - group_mean(r, group))
+    return with_unscored(advantages, rewards)
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
@@ -42,9 +52,9 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """
     check.rank("rewards", rewards, 1, "[B]")
     check.shape("greedy_rewards", greedy_rewards, tuple(rewards.shape), "as rewards")
-    (known, judged), (greedy, greedy_judged) = judged_rewards(rewards), judged_rewards(greedy_rewards)
-    advantages = torch.where(judged & greedy_judged, known - greedy, 0)
-    return in_dtype_of(rewards + greedy_rewards, advantages)
+    advantages = rewards.double() - greedy_rewards.double()
+    scored = rewards.isfinite() & greedy_rewards.isfinite()
+    return in_dtype_of(rewards + greedy_rewards, torch.where(scored, advantages, 0))
 
 
 class AdvantagesAndBaselines(NamedTuple):
@@ -69,21 +79,24 @@ def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: flo
 
     Returns:
         AdvantagesAndBaselines: advantages [B], and the baselines [R] for the next call. Rows are processed in order;
-        rows that were not judged are skipped.
+        rows that were not scored are skipped.
     """
     check.rank("rewards", rewards, 1, "[B]")
     check.integer("roles", roles)
     check.shape("roles", roles, tuple(rewards.shape), "as rewards")
     check.rank("baselines", baselines, 1, "[R]")
     check.share(decay=decay)
-    samples, known, judged = len(rewards), *judged_rewards(rewards)
-    roles = torch.cat([roles, torch.arange(len(baselines), device=roles.device)])  # and, last, the next of each role
-    before = (roles[:, None] == roles).tril(-1)[:, :samples] & judged  # [i, j]: whether j counts for i
-    seen = before.sum(1).double()
-    weights = (1 - decay) * decay ** (seen[:, None] - seen[:samples] - 1).clamp(min=0) * before
-    running = decay**seen * baselines.double()[roles] + weights @ known
-    advantages = torch.where(judged, known - running[:samples], 0)
-    return AdvantagesAndBaselines(in_dtype_of(rewards, advantages), in_dtype_of(rewards, running[samples:]))
+    scored = rewards.isfinite()
+    r, roles = rewards[scored].double(), roles[scored]
+    # a baseline is wanted before each sample, and at the end of each role
+    wanted = torch.cat([roles, torch.arange(len(baselines), device=roles.device)])
+    earlier = (wanted[:, None] == roles).tril(-1)  # [i, j]: sample j has the role of i and comes before it
+    seen = earlier.sum(1).double()
+    between = (seen[:, None] - seen[: len(r)] - 1).clamp(min=0)  # [i, j]: samples of that role after j and before i
+    weights = torch.where(earlier, (1 - decay) * decay**between, 0)
+    running = decay**seen * baselines.double()[wanted] + weights @ r
+    before, after = running[: len(r)], running[len(r) :]
+    return AdvantagesAndBaselines(with_unscored(r - before, rewards), in_dtype_of(rewards, after))
 
 
 def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Tensor:
@@ -99,18 +112,16 @@ def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Ten
         beta: > 0; the default is the authors'.
 
     Returns:
-        [B], equal within a group; 0 for a group without a judged sample.
+        [B], equal within a group; 0 for a group without a scored sample.
     """
     check.groups(group_ids, rewards=rewards)
     check.positive(beta=beta)
-    index = group_index(group_ids)
-    known, judged = judged_rewards(rewards)
-    largest = group_max(torch.where(judged, known.detach(), -torch.inf), index)
-    largest = torch.where(largest > -torch.inf, largest, 0)
-    shares = torch.where(judged, ((known - largest) / beta).exp(), 0)
-    count = group_sums(judged.double(), index)[index]
-    mean = group_sums(shares, index)[index] / count.clamp(min=1)
-    return in_dtype_of(rewards, largest + beta * torch.where(count > 0, mean, 1).log())
+    group, scored = group_index(group_ids), rewards.isfinite()
+    r = torch.where(scored, rewards.double(), -torch.inf)  # a sample that was not scored adds exp(-inf) = 0
+    largest = group_max(r.detach(), group)
+    mean = group_sum(((r - largest) / beta).exp(), group) / group_sum(scored.double(), group)
+    values = largest + beta * mean.log()
+    return in_dtype_of(rewards, torch.where(largest > -torch.inf, values, 0))
 
 
 def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -131,12 +142,10 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tenso
         [B].
     """
     check.groups(group_ids, rewards=rewards, lengths=lengths)
-    centred, index, _ = centre(rewards, group_ids)
-    _, judged = judged_rewards(rewards)
-    weights = torch.where(judged, lengths, 0).double()
-    total = group_sums(weights, index)[index]
-    baseline = group_sums(weights * centred, index)[index] / torch.where(total > 0, total, 1)
-    return in_dtype_of(rewards, torch.where(judged & (total > 0), centred - baseline, 0))
+    r, group = scored_samples(rewards, group_ids)
+    lengths = lengths[rewards.isfinite()].double()
+    advantages = r - group_mean(r, group, weights=lengths)
+    return with_unscored(torch.where(group_sum(lengths, group) > 0, advantages, 0), rewards)
 
 
 def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
@@ -144,7 +153,7 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = o
 
     $$A_i = \alpha (r_i - \mathrm{mean}(r)), \quad \alpha = \frac{B}{B - M}$$
 
-    with B the judged samples of the batch and M those in groups whose rewards are all equal.
+    with B the scored samples of the batch and M those in groups whose rewards are all equal.
 
     GPG, https://arxiv.org/abs/2504.02546, with its F_norm = 1.
 
@@ -157,11 +166,12 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = o
         [B]; all 0 if no group is informative.
     """
     check.groups(group_ids, rewards=rewards)
-    centred, _, _ = centre(rewards, group_ids)
-    _, judged = judged_rewards(rewards)
-    informative = judged & informative_groups(rewards, group_ids)
-    samples, useful = global_sum(torch.stack([judged.sum(), informative.sum()]).double()).to(centred.device)
-    return in_dtype_of(rewards, samples / useful.clamp(min=1) * centred)
+    r, group = scored_samples(rewards, group_ids)
+    informative = group_min(r, group) < group_max(r, group)
+    counts = torch.stack([r.new_tensor(len(r)), informative.sum()])
+    samples, useful = global_sum(counts).to(r.device)
+    advantages = samples / useful.clamp(min=1) * (r - group_mean(r, group))
+    return with_unscored(advantages, rewards)
 
 
 def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -183,10 +193,10 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
         [B]; 0 where the mean of the group is not above 0.
     """
     check.groups(group_ids, rewards=rewards)
-    centred, index, count = centre(rewards, group_ids)
-    known, _ = judged_rewards(rewards)
-    mean = (group_sums(known, index) / count.clamp(min=1))[index]
-    return in_dtype_of(rewards, torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1), 0))
+    r, group = scored_samples(rewards, group_ids)
+    mean = group_mean(r, group)
+    advantages = (r - mean) / torch.where(mean > 0, mean, 1)
+    return with_unscored(torch.where(mean > 0, advantages, 0), rewards)
 
 
 def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: float = 0.5, eps: float = 1e-6) -> Tensor:
@@ -201,7 +211,7 @@ def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: floa
 
     Pass@k training, https://arxiv.org/abs/2508.10751 (its analytical derivation).
 
-    Choices: k = 1 is GRPO with the population standard deviation. A group with fewer than k judged samples gives 0, as
+    Choices: k = 1 is GRPO with the population standard deviation. A group with fewer than k scored samples gives 0, as
     no k of them can be drawn. verl's "pass@k" is another method: see `passk_leave_one_out_advantages`.
 
     Args:
@@ -215,16 +225,14 @@ def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: floa
     check.groups(group_ids, rewards=rewards)
     check.positive(k=k)
     check.not_negative(eps=eps)
-    index = group_index(group_ids)
-    known, judged = judged_rewards(rewards)
-    passed = judged & (known > threshold)
-    count = group_sums(judged.double(), index)[index]
-    failed = count - group_sums(passed.double(), index)[index]
-    all_fail = _subset_ratio(failed, count, k)
-    others_fail = _subset_ratio(failed - 1, count - 1, k - 1)
+    r, group = scored_samples(rewards, group_ids)
+    passed, size = r > threshold, group_size(group)
+    failed = size - group_sum(passed.double(), group)
+    all_fail = _subset_ratio(failed, size, k)
+    others_fail = _subset_ratio(failed - 1, size - 1, k - 1)
     scale = (all_fail * (1 - all_fail)).sqrt() + eps
     advantages = torch.where(passed, all_fail, all_fail - others_fail) / torch.where(scale > 0, scale, 1)
-    return in_dtype_of(rewards, torch.where(judged, advantages, 0))
+    return with_unscored(advantages, rewards)
 
 
 def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -241,13 +249,11 @@ def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor
         [B], >= 0.
     """
     check.groups(group_ids, rewards=rewards)
-    index = group_index(group_ids)
-    known, judged = judged_rewards(rewards)
-    known = torch.where(judged, known, -torch.inf)
-    is_best = judged & (known == group_max(known, index))
-    second = group_max(torch.where(is_best, -torch.inf, known), index)
-    single = is_best & (group_sums(is_best.double(), index) == 1)[index] & (second > -torch.inf)
-    return in_dtype_of(rewards, torch.where(single, known, 0) - torch.where(single, second, 0))
+    r, group = scored_samples(rewards, group_ids)
+    is_best = r == group_max(r, group)
+    best_of_others = group_max(torch.where(is_best, -torch.inf, r), group)
+    alone = is_best & (group_sum(is_best.double(), group) == 1) & (group_size(group) > 1)
+    return with_unscored(torch.where(alone, r - best_of_others, 0), rewards)
 
 
 def _subset_ratio(part: Tensor, whole: Tensor, k: int) -> Tensor:

@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit.advantages._groups import group_index, group_max, group_min, group_sums, in_dtype_of, judged_rewards
+from rlkit.advantages._groups import (
+    group_index,
+    group_max,
+    group_min,
+    group_size,
+    group_sum,
+    scored_samples,
+    with_unscored,
+)
 
 
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -18,12 +26,13 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     groups of one; rlkit does not, because their advantage is 0.
 
     Returns:
-        bool [B], equal for all samples of a group, judged or not; False for a group with fewer than two
-        judged samples.
+        bool [B], equal for all samples of a group, scored or not; False for a group with fewer than two
+        scored samples.
     """
     check.groups(group_ids, rewards=rewards)
-    known, judged = judged_rewards(rewards)
-    largest, smallest = _extremes(known, judged, group_index(group_ids))
+    group, scored = group_index(group_ids), rewards.isfinite()
+    smallest = group_min(torch.where(scored, rewards.double(), torch.inf), group)
+    largest = group_max(torch.where(scored, rewards.double(), -torch.inf), group)
     return smallest < largest
 
 
@@ -32,7 +41,7 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
 
     $$w_i = b\, p_i + w\, q_i + (1 - b - w) \frac{1 - p_i}{N - 1}$$
 
-    with p one-hot at the best of the N samples of the group and q at the worst: a reward model is surest of those.
+    with p one-hot at the best of the N samples of the group and q at the worst; reward models are most reliable there.
 
     PF-PPO, https://arxiv.org/abs/2409.06957. best = 1/2, worst = 0 is the paper's best-random (BR), 1/2 and 1/2 its
     best-worst (BW), 1 and 0 best-of-N (BoN).
@@ -45,22 +54,19 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
         best, worst: shares of the best and the worst, >= 0; best + worst <= 1.
 
     Returns:
-        [B], summing to 1 in each group with a judged sample: draw samples with `pf_ppo_indices`, or weigh each one's
+        [B], summing to 1 in each group with a scored sample: draw samples with `pf_ppo_indices`, or weigh each one's
         loss by N w.
     """
     check.groups(group_ids, rewards=rewards)
     check.not_negative(best=best, worst=worst)
     if best + worst > 1:
         check.fail("best + worst", best + worst, "at most 1")
-    index = group_index(group_ids)
-    known, judged = judged_rewards(rewards)
-    largest, smallest = _extremes(known, judged, index)
-    p = _share_of_group(judged & (known == largest), index)
-    q = _share_of_group(judged & (known == smallest), index)
-    others = group_sums(judged.double(), index)[index] - 1
-    weights = best * p + worst * q + (1 - best - worst) * (1 - p) / others.clamp(min=1)
-    weights = torch.where(others > 0, weights, 1)
-    return in_dtype_of(rewards, torch.where(judged, weights, 0))
+    r, group = scored_samples(rewards, group_ids)
+    size = group_size(group)
+    p = _shared(r == group_max(r, group), group)
+    q = _shared(r == group_min(r, group), group)
+    weights = best * p + worst * q + (1 - best - worst) * (1 - p) / (size - 1).clamp(min=1)
+    return with_unscored(torch.where(size > 1, weights, 1), rewards)
 
 
 def pf_ppo_power_weights(rewards: Tensor, group_ids: Tensor, power: float = 2.0) -> Tensor:
@@ -80,16 +86,14 @@ def pf_ppo_power_weights(rewards: Tensor, group_ids: Tensor, power: float = 2.0)
         power: p, >= 0; 0 gives equal weights.
 
     Returns:
-        [B], summing to 1 in each group with a judged sample: draw samples with `pf_ppo_indices`.
+        [B], summing to 1 in each group with a scored sample: draw samples with `pf_ppo_indices`.
     """
     check.groups(group_ids, rewards=rewards)
     check.not_negative(power=power)
-    index = group_index(group_ids)
-    known, judged = judged_rewards(rewards)
-    powers = known.abs().pow(power) * judged
-    powers = torch.where(group_sums(powers, index)[index] > 0, powers, judged.double())
-    total = group_sums(powers, index)[index]
-    return in_dtype_of(rewards, powers / torch.where(total > 0, total, 1))
+    r, group = scored_samples(rewards, group_ids)
+    powers = r.abs().pow(power)
+    powers = torch.where(group_sum(powers, group) > 0, powers, 1)
+    return with_unscored(powers / group_sum(powers, group), rewards)
 
 
 def pf_ppo_indices(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -113,13 +117,6 @@ def pf_ppo_indices(weights: Tensor, count: int, generator: torch.Generator) -> T
     return torch.multinomial(weights, count, replacement=True, generator=generator)
 
 
-def _extremes(known: Tensor, judged: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] each: the largest and the smallest judged reward of the group of each sample."""
-    largest = group_max(torch.where(judged, known, -torch.inf), index)
-    smallest = group_min(torch.where(judged, known, torch.inf), index)
-    return largest, smallest
-
-
-def _share_of_group(chosen: Tensor, index: Tensor) -> Tensor:
+def _shared(chosen: Tensor, group: Tensor) -> Tensor:
     """[B]: 1 / n on the n chosen samples of a group, 0 on the others."""
-    return chosen / group_sums(chosen.double(), index).clamp(min=1)[index]
+    return chosen / group_sum(chosen.double(), group)

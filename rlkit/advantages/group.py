@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit.advantages._groups import centre, group_sums, in_dtype_of, root
+from rlkit.advantages._groups import group_mean, group_size, group_std, group_sum, root, scored_samples, with_unscored
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
@@ -26,10 +26,9 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Te
     """
     check.groups(group_ids, rewards=rewards)
     check.not_negative(eps=eps)
-    centred, index, count = centre(rewards, group_ids)
-    variance = group_sums(centred.square(), index) / (count - 1).clamp(min=1)
-    std = root(variance)[index]
-    return in_dtype_of(rewards, centred / (std + eps))
+    r, group = scored_samples(rewards, group_ids)
+    advantages = (r - group_mean(r, group)) / (group_std(r, group) + eps)
+    return with_unscored(advantages, rewards)
 
 
 def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
@@ -52,15 +51,14 @@ def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float
     """
     check.groups(group_ids, rewards=rewards)
     check.not_negative(eps=eps)
-    centred, index, count = centre(rewards, group_ids)
-    count = count[index]
-    others = (count - 1).clamp(min=1)
-    difference = centred * count / others  # r - m
-    squares = group_sums(centred.square(), index)[index]
-    left = squares - centred * difference  # of the others, around their own mean
-    spread = left > 1e-12 * squares  # else rounding
-    std = root(torch.where(spread, left / (count - 2).clamp(min=1), 1))
-    return in_dtype_of(rewards, difference / torch.where(spread, std + eps, 1))
+    r, group = scored_samples(rewards, group_ids)
+    size, centred = group_size(group), r - group_mean(r, group)
+    difference = centred * size / (size - 1).clamp(min=1)  # r_i - m_i
+    squares = group_sum(centred.square(), group)
+    squares_of_others = squares - centred * difference  # sum over j != i of (r_j - m_i)^2
+    differ = squares_of_others > 1e-12 * squares  # below that it is rounding: the others' rewards are equal
+    std = root(torch.where(differ, squares_of_others / (size - 2).clamp(min=1), 1))
+    return with_unscored(difference / torch.where(differ, std + eps, 1), rewards)
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -73,8 +71,8 @@ def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
         [B]; 0 for a group of one.
     """
     check.groups(group_ids, rewards=rewards)
-    centred, _, _ = centre(rewards, group_ids)
-    return in_dtype_of(rewards, centred)
+    r, group = scored_samples(rewards, group_ids)
+    return with_unscored(r - group_mean(r, group), rewards)
 
 
 def expand_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkit import _check as check
 from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_advantages, masked_log_ratio, masked_ratio
-from rlkit.advantages._kernels import following, recurrence
+from rlkit.advantages._kernels import next_token, recurrence
 from rlkit.advantages._tokens import rewards_per_token, side_by_side
 
 
@@ -32,9 +32,7 @@ def gae(
     $$A_t = \delta_t + \gamma \lambda A_{t+1}, \quad \delta_t = r_t + \gamma V_{t+1} - V_t, \quad R_t = A_t + V_t$$
     where t counts the tokens of the mask alone and V past the last of them is 0.
 
-    https://arxiv.org/abs/1506.02438 eq. 16. We substitute $y = (1 - \lambda) V + \lambda R$: then
-    $R_t = r_t + \gamma y_{t+1}$ and $y_t = (1 - \lambda) V_t + \lambda r_t + \gamma \lambda y_{t+1}$, one recurrence
-    that is solved in log2(T) rounds.
+    https://arxiv.org/abs/1506.02438 eq. 16.
 
     Choices: a reward outside the mask is ignored, as it belongs to no action. verl whitens here; in rlkit only
     `masked_whiten` does, because whitening twice, or per micro-batch, is a bug without symptoms.
@@ -56,9 +54,9 @@ def gae(
     check.per_token(mask, values=values)
     rewards, values = rewards_per_token(rewards, mask), at_least_float32(values)
     lam = _lambda_column(lam, gamma, values)
-    y = recurrence((1 - lam) * values + lam * rewards, gamma * lam, mask)
-    returns = masked(rewards + gamma * following(y), mask)
-    return AdvantagesAndReturns(masked(returns - values, mask), returns)
+    delta = rewards + gamma * next_token(values, mask) - values
+    advantages = recurrence(delta, gamma * lam, mask)
+    return AdvantagesAndReturns(masked(advantages, mask), masked(advantages + values, mask))
 
 
 @torch.no_grad()
@@ -166,11 +164,11 @@ def vtrace(
     lam = _lambda_column(lam, gamma, values)
     weight = masked_ratio(logprobs, rollout_logprobs, mask)
     rho, c = weight.clamp(max=rho_bar), weight.clamp(max=c_bar)
-    next_value = following(recurrence(values, values.new_zeros(()), mask))
+    next_value = next_token(values, mask)
     delta = rho * (rewards + gamma * next_value - values)
     excess = recurrence(delta, gamma * lam * c, mask)  # v - V
     targets = masked(values + excess, mask)
-    advantages = rho * (rewards + gamma * (next_value + lam * following(excess)) - values)
+    advantages = rho * (rewards + gamma * (next_value + lam * next_token(excess, mask)) - values)
     return AdvantagesAndReturns(masked(advantages, mask), targets)
 
 
@@ -225,7 +223,7 @@ def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
     """Each sequence's reward on the last token of its mask, 0 on every other token.
 
     In most rows the last column is padding, and a reward there would have no effect. The reward of a row without a
-    token in the mask is dropped. A nan ("not judged") stays nan on its token: remove such rows from the mask used to
+    token in the mask is dropped. A nan ("not scored") stays nan on its token: remove such rows from the mask used to
     train values and policy, `mask & rewards.isfinite()[:, None]`.
 
     Args:

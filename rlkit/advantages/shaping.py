@@ -129,11 +129,11 @@ class RunningMoments:
             ValueError: rewards that are not [B].
         """
         check.rank("rewards", rewards, 1, "[B]")
-        known = rewards[rewards.isfinite()].double().cpu()
-        total, count = global_sum(torch.stack([known.sum(), known.new_tensor(len(known))])).tolist()
+        scored = rewards[rewards.isfinite()].double().cpu()
+        total, count = global_sum(torch.stack([scored.sum(), scored.new_tensor(len(scored))])).tolist()
         if count:
             mean = total / count
-            square = global_sum((known - mean).square().sum()).item()
+            square = global_sum((scored - mean).square().sum()).item()
             gap, both = mean - self.mean, self.count + count
             self.square += square + gap**2 * self.count * count / both
             self.mean += gap * count / both
@@ -216,7 +216,7 @@ class AdaptiveKL:
 
     Args:
         kl_coef: at the start; >= 0.
-        target: the KL to hold, in the unit of what is measured; > 0.
+        target: the KL to hold, in the unit of the measured KL; > 0.
         horizon: > 0, in the unit of `update`'s steps.
     """
 

@@ -90,14 +90,14 @@ def hgpo_advantages(
     """
     returns, states = _steps(rewards, group_ids, state_ids, mask, gamma)
     check.not_negative(history=history, alpha=alpha)
-    groups, known = states, mask
+    groups, has_history = states, mask
     total, weights = torch.zeros_like(returns), torch.zeros_like(returns)
     for k in range(history + 1):
-        advantages = _by_state(returns, groups, known, eps)
+        advantages = _by_state(returns, groups, has_history, eps)
         weight = (k + 1) ** alpha * (advantages != 0)
         total, weights = total + weight * advantages, weights + weight
-        known = known & mask.roll(k + 1, 1)  # there is one step more before it
-        known[:, : k + 1] = False
+        has_history = has_history & mask.roll(k + 1, 1)  # of k + 1 steps
+        has_history[:, : k + 1] = False
         groups = _pairs(groups, states.roll(k + 1, 1))
     return torch.where(mask, total / weights.clamp(min=1), 0)
 
@@ -118,5 +118,5 @@ def _pairs(first: Tensor, second: Tensor) -> Tensor:
 
 def _by_state(returns: Tensor, states: Tensor, mask: Tensor, eps: float) -> Tensor:
     """[B, S]: the advantage of each step's return in its group; 0 outside the mask."""
-    judged = torch.where(mask, returns, torch.nan)
-    return grpo_advantages(judged.flatten(), states.flatten(), eps).view(mask.shape)
+    returns = torch.where(mask, returns, torch.nan)  # nan: left out of its group
+    return grpo_advantages(returns.flatten(), states.flatten(), eps).view(mask.shape)

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from rlkit import _check as check
 from rlkit._numerics import masked
-from rlkit.advantages._groups import group_sums
-from rlkit.advantages._tokens import judged_tokens, rewards_per_token, side_by_side
+from rlkit.advantages._groups import group_index, group_sum
+from rlkit.advantages._tokens import rewards_per_token, scored_tokens, side_by_side
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def optimal_token_baseline_advantages(
     if rollout_weights is not None:
         check.per_token(mask, rollout_weights=rollout_weights)
     dtype = rewards.dtype
-    mask = judged_tokens(rewards, mask)
+    mask = scored_tokens(rewards, mask)
     lengths = mask.sum(1, keepdim=True)
     returns = rewards.flip(1).cumsum(1).flip(1)
 
@@ -70,12 +70,11 @@ def optimal_token_baseline_advantages(
     returns = side_by_side(returns, places)
     weights = torch.where(present, side_by_side(norms, places).cumsum(1), 0)
 
-    unique, index = torch.unique(group_ids, return_inverse=True)
-    groups = len(unique)
-    denominator = (group_sums(weights, index, groups) + eps).clamp(min=torch.finfo(dtype).tiny)
-    baseline = group_sums(weights * returns, index, groups) / denominator
+    group = group_index(group_ids)
+    denominator = (group_sum(weights, group) + eps).clamp(min=torch.finfo(dtype).tiny)
+    baseline = group_sum(weights * returns, group) / denominator
     if not baseline_alone:
-        baseline = torch.where(group_sums(present.to(dtype), index, groups) > 1, baseline, 0)
-    several = group_sums((lengths > 0).to(dtype), index, groups) > 1
-    advantages = torch.where(several[index], returns - baseline[index], 0)
+        baseline = torch.where(group_sum(present.to(dtype), group) > 1, baseline, 0)
+    several = group_sum((lengths > 0).to(dtype), group) > 1
+    advantages = torch.where(several, returns - baseline, 0)
     return advantages.gather(1, places)

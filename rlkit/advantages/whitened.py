@@ -5,9 +5,9 @@ from torch import Tensor
 
 from rlkit import _check as check
 from rlkit._numerics import GlobalSum, masked, one_rank
-from rlkit.advantages._groups import centre, group_index, in_dtype_of, judged_rewards, root
-from rlkit.advantages._tokens import judged_tokens, rewards_per_token
-from rlkit.advantages.group import grpo_advantages
+from rlkit.advantages._groups import group_index, in_dtype_of, root
+from rlkit.advantages._tokens import rewards_per_token, scored_tokens
+from rlkit.advantages.group import dr_grpo_advantages, grpo_advantages
 from rlkit.advantages.returns import discounted_returns
 
 _ROUNDING = 1e-14  # of equal numbers in float64: how far they may seem to be from their mean, over that mean
@@ -64,7 +64,7 @@ def reinforce_plus_plus_advantages(
     check.token_mask(mask)
     check.not_negative(eps=eps)
     rewards = masked(rewards_per_token(rewards, mask), mask)
-    mask = judged_tokens(rewards, mask)
+    mask = scored_tokens(rewards, mask)
     return _whiten(discounted_returns(rewards, mask, gamma), mask, eps, global_sum)
 
 
@@ -97,7 +97,7 @@ def reinforce_plus_plus_baseline_advantages(
     check.groups(group_ids, rewards=rewards)
     check.not_negative(eps=eps)
     weights = _row_weights(rewards.isfinite(), lengths)
-    centred, _, _ = centre(rewards, group_ids)
+    centred = dr_grpo_advantages(rewards.double(), group_ids)
     return in_dtype_of(rewards, _whiten(centred, weights, eps, global_sum))
 
 
@@ -121,7 +121,7 @@ def gdpo_advantages(
 
     Choices: each reward as in `grpo_advantages`. In the batch statistics each sample has the same weight, as in the
     authors' TRL code; with `lengths` each token has, as in verl and the authors' verl code. A reward that was not
-    judged is left out and the sample's other rewards count; the authors' code replaces it by 0, which shifts the whole
+    scored is left out and the sample's other rewards count; the authors' code replaces it by 0, which shifts the whole
     group.
 
     Args:
@@ -138,7 +138,9 @@ def gdpo_advantages(
     if weights is None:
         weights = rewards.new_ones(r)
     check.shape("weights", weights, (r,), "[R] of rewards [B, R]")
-    ids = group_index(group_ids) + b * torch.arange(r, device=group_ids.device)[:, None]  # a group a reward and group
+    ids = (
+        group_index(group_ids) + b * torch.arange(r, device=group_ids.device)[:, None]
+    )  # one group per (reward, prompt group)
     normed = grpo_advantages(rewards.T.double().reshape(-1), ids.reshape(-1), eps).view(r, b)
     total = weights.double() @ normed
     row_weights = _row_weights(rewards.isfinite().any(1), lengths)
@@ -167,17 +169,18 @@ def lite_ppo_advantages(
     """
     check.groups(group_ids, rewards=rewards)
     check.not_negative(eps=eps)
-    centred, _, _ = centre(rewards, group_ids)
-    _, variance = _moments(*judged_rewards(rewards), global_sum)
+    centred = dr_grpo_advantages(rewards.double(), group_ids)
+    scored = rewards.isfinite()
+    _, variance = _moments(torch.where(scored, rewards.double(), 0), scored, global_sum)
     return in_dtype_of(rewards, centred / (root(variance) + eps))
 
 
-def _row_weights(judged: Tensor, lengths: Tensor | None) -> Tensor:
-    """[B]: what each row weighs in statistics of the batch."""
+def _row_weights(scored: Tensor, lengths: Tensor | None) -> Tensor:
+    """[B]: the weight of each row in statistics of the batch."""
     if lengths is None:
-        return judged
-    check.shape("lengths", lengths, tuple(judged.shape), "[B] as rewards")
-    return lengths * judged
+        return scored
+    check.shape("lengths", lengths, tuple(scored.shape), "[B] as rewards")
+    return lengths * scored
 
 
 def _whiten(x: Tensor, weights: Tensor, eps: float, global_sum: GlobalSum) -> Tensor:

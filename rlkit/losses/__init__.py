@@ -6,7 +6,7 @@
     loss = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_high=0.28)
     token_mean(loss, mask, total=trained_tokens).backward()
 
-What most people need, fifteen functions:
+The fifteen functions that most people need:
 
 - from logits: `token_logprobs`, `token_entropy`, `linear_logprobs`
 - policy and critic: `clipped_policy_loss`, `gspo_loss`, `reinforce_loss`, `clipped_value_loss`
@@ -52,8 +52,8 @@ All, by family, each a module:
 Conventions, which hold everywhere in rlkit:
 
 - B sequences, T tokens, V vocabulary, H hidden, N packed tokens, G samples per prompt.
-- A per-token tensor is [B, T] and aligned with the token it speaks of: `logprobs[b, t] = log p(tokens[b, t] |
-  tokens[b, :t])`, and column 0 is 0. Nothing has length T-1.
+- A per-token tensor is [B, T], and entry t belongs to token t: `logprobs[b, t] = log p(tokens[b, t] | tokens[b, :t])`,
+  and column 0 is 0. Nothing has length T-1.
 - Sequences are right-padded, prompt and response in one row. `mask` is bool [B, T], True on the tokens that the policy
   wrote and is trained on: never prompt, padding, tool output or environment observation.
 - `values[b, t]` is the value of the prefix before `tokens[b, t]`: the head's output at t-1.
@@ -76,7 +76,7 @@ Conventions, which hold everywhere in rlkit:
 - A wrong type, rank, shape or dtype, or a number out of its range, raises a ValueError that names the argument. Checks
   look at shapes, dtypes and Python numbers, never at a tensor's values, so none waits for a device.
 
-A function describes the arguments that are special to it. Those that many have mean the same in all:
+A function describes only its special arguments. Common arguments have the same meaning everywhere:
 
 Args:
     logprobs: [B, T], of the policy being trained.

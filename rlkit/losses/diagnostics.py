@@ -187,7 +187,7 @@ def mismatch_stats(
     - "mismatch/abs_dlogp" and "mismatch/abs_dlogp/max": mean and maximum of $|\delta|$.
     - "mismatch/kl": mean of $w - 1 - \delta$, the k3 estimate of KL(sampler || trainer).
     - "mismatch/w_mean", "mismatch/w2_mean": means of $w$ and $w^2$. The effective sample size is a quotient and
-      does not add up over micro-batches; these do, and `effective_sample_size` of their sums is the whole batch's.
+      does not add up over micro-batches; these do, and `effective_sample_size` of their sums is that of the batch.
       The second less 1 is the chi-square divergence of a token.
     - "mismatch/outside": share of tokens with w outside [0.5, 2].
 
@@ -200,7 +200,7 @@ def mismatch_stats(
     distance = _unbounded_log_ratio(logprobs, rollout_logprobs, mask).abs()
     weight = masked(masked_ratio(logprobs, rollout_logprobs, mask), mask)
     total = mask.sum() if total is None else total
-    sums = {  # of what is 0 outside the mask
+    sums = {  # the terms are 0 outside the mask
         "mismatch/abs_dlogp": distance.sum(),
         "mismatch/kl": kl_k3(rollout_logprobs, logprobs, mask).sum(),
         "mismatch/w_mean": weight.sum(),

@@ -1,13 +1,13 @@
 r"""Distillation losses, one value per position: divergences of a teacher's and a student's next-token distributions.
 
 Position by position, with no shift (as in `token_entropy`): `mask[b, t]` belongs to `logits[b, t]`. Logits that an
-engine has aligned with the tokens they predict take the token mask as it is. A model's raw logits at t speak of token
+engine has aligned with the tokens they predict take the token mask as it is. A model's raw logits at t predict token
 t + 1 and take `F.pad(mask[:, 1:], (0, 1))`.
 
 P is the teacher's distribution and Q the student's, both at `temperature`. Values are in nats; there is no factor of
 temperature squared (Hinton et al., https://arxiv.org/abs/1503.02531, multiply by it to keep the gradient's size; TRL
 does not). Only the student gets a gradient, and it is exact: every form sums over the vocabulary and samples nothing.
-Forward and backward work in pieces of rows; what is kept for backward is one float32 [B, T, V] tensor. There is no
+Forward and backward work in pieces of rows; one float32 [B, T, V] tensor is kept for backward. There is no
 second derivative.
 
 A logit of -inf is a probability of 0 and adds nothing where the other side's is 0 too, or where the formula weighs it
@@ -24,7 +24,7 @@ from rlkit import _check as check
 from rlkit._numerics import at_least_float32
 from rlkit.losses._kernels import Buckets, Rule, divergence, forward_kl, jsd, reverse_kl, temperature_column
 
-_TAIL_ROUNDING = 16.0  # in units of the dtype's eps: what 1 - sum(p) may be off by; no tail mass below it is believed
+_TAIL_ROUNDING = 16.0  # in units of the dtype's eps: 1 - sum(p) below this is taken for rounding, not probability
 
 
 def forward_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
@@ -48,7 +48,7 @@ def forward_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
 
 
 def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
-    r"""KL(student || teacher), which keeps the student to what the teacher finds likely.
+    r"""KL(student || teacher), which keeps the student to tokens that the teacher finds likely.
 
     $$L = \sum_v Q_v (\log Q_v - \log P_v), \quad
     \frac{\partial L}{\partial \text{student\_logits}_v} = \frac{Q_v (\log Q_v - \log P_v - L)}{\tau}$$

@@ -43,7 +43,7 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tenso
     mask = mask & ~entropy.isnan()
     entropy = torch.where(mask, at_least_float32(entropy), -torch.inf)
     kept = 1 + ((mask.sum() - 1).double() * share + 1e-6).floor().long()  # 1e-6: 100 * 0.29 is 28.999...
-    most = 1 + math.floor((mask.numel() - 1) * share + 1e-6)  # a bound on it that is known on the host
+    most = 1 + math.floor((mask.numel() - 1) * share + 1e-6)  # at least `kept`, without a device sync
     largest = entropy.flatten().topk(most).values
     return mask & (entropy >= largest.gather(0, (kept - 1).clamp(min=0)[None]))
 

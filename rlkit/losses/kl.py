@@ -1,7 +1,7 @@
 r"""Estimates of the KL divergence from a reference policy, one value per token.
 
-What each is worth on tokens that the policy itself sampled, with $d = \log \pi - \log \pi_{ref}$ (the tests
-enumerate it):
+Expected values and gradients on tokens that the policy itself sampled, with $d = \log \pi - \log \pi_{ref}$ (the tests
+enumerate them):
 
 | function | expected value | expected gradient |
 |---|---|---|
@@ -15,7 +15,7 @@ enumerate it):
 | `full_vocabulary_kl` | KL(policy, ref), no sampling | that of KL(policy, ref), no sampling |
 
 "Expected gradient" is that of one token given the tokens before it: no per-token loss sees that a token changes which
-prefixes come after it. A KL taken off the reward (`rlkit.advantages.kl_in_reward`) does.
+prefixes come after it. A KL that is subtracted from the reward (`rlkit.advantages.kl_in_reward`) does.
 """
 
 import torch

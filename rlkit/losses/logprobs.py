@@ -1,8 +1,7 @@
 """Log-probabilities and entropies of tokens, from logits or straight from hidden states.
 
-`token_logprobs` shifts: it is given the tokens and returns one value for each of them, under the logits of the position
-before. All else here that takes logits does not shift: the value at a position is that of the logits at that position,
-which speak of the next token.
+`token_logprobs` shifts: its value at a token comes from the logits of the position before. The other functions of
+logits do not shift: their value at a position comes from the logits at that position, which predict the next token.
 
 Sums over the vocabulary are taken in pieces of rows, forward and backward, so that nothing of the logits' size is kept
 beside the logits and their gradient. There is no second derivative, and temperatures get no gradient.
@@ -39,7 +38,7 @@ class TopkLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    r"""Log-probability of each token given the tokens before it, aligned with the token it speaks of.
+    r"""Log-probability of each token given the tokens before it, at that token's position.
 
     $$\text{out}_{b,t} = \log \mathrm{softmax}(\text{logits}_{b,t-1} / \tau)_{\text{tokens}_{b,t}}, \quad
     \text{out}_{b,0} = 0$$
@@ -61,14 +60,15 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor =
     _check_temperature(temperature, tokens)
     if isinstance(temperature, Tensor):
         temperature = temperature.expand(tokens.shape).roll(-1, 1)
-    # targets move, as logits[:, :-1] would have to be copied; what the last logits say of the first token is dropped
+    # shift the targets, because a slice logits[:, :-1] would have to be copied; the last column then has the first
+    # token as its target, and `align_with_tokens` drops it
     return align_with_tokens(target_logprobs(logits, tokens.roll(-1, 1), temperature))
 
 
 def align_with_tokens(x: Tensor) -> Tensor:
-    """Values of positions, moved to the token that each position predicts: `out[:, t] = x[:, t - 1]`, column 0 is 0.
+    """Values of positions, moved to the tokens that the positions predict: `out[:, t] = x[:, t - 1]`, column 0 is 0.
 
-    For entropies, divergences and all else that is computed from logits without a shift.
+    For entropies, divergences and other values that are computed from logits without a shift.
 
     Args:
         x: [B, T].
@@ -119,7 +119,7 @@ def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     A logit of -inf (a suppressed token) adds 0 to the value and gets gradient 0.
 
     Args:
-        logits: [..., V], any floating dtype. `logits[b, t]` speaks of token t + 1: see `align_with_tokens`.
+        logits: [..., V], any floating dtype. `logits[b, t]` predicts token t + 1: see `align_with_tokens`.
         temperature: of the sampler, > 0; a float or a tensor that broadcasts to [...].
 
     Returns:
@@ -136,10 +136,10 @@ def sum_pi_squared(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
 
     $$\sum_v p_v^2, \quad p = \mathrm{softmax}(\text{logits} / \tau)$$
 
-    What `rlkit.advantages.optimal_token_baseline_advantages` wants beside the log-probabilities; gets no gradient.
+    An input of `rlkit.advantages.optimal_token_baseline_advantages`, without gradient.
 
     Args:
-        logits: [..., V], any floating dtype. `logits[b, t]` speaks of token t + 1: see `align_with_tokens`.
+        logits: [..., V], any floating dtype. `logits[b, t]` predicts token t + 1: see `align_with_tokens`.
         temperature: of the sampler, > 0; a float or a tensor that broadcasts to [...].
 
     Returns:
@@ -183,7 +183,7 @@ def linear_logprobs(
     $$z = (h W^\top + b) / \tau, \quad \text{logprob} = z_y - \log\textstyle\sum_v e^{z_v}, \quad
     H = -\textstyle\sum_v p_v \log p_v$$
 
-    Tokens are cut into chunks (the vocabulary never is: a softmax is whole or wrong) and backward computes each chunk
+    Tokens are cut into chunks (the vocabulary is not, as a softmax needs all of it), and backward computes each chunk
     again: $\partial z = g_{lp} (1_y - p) - g_H\, p (\log p + H)$. The gradient is exact through both outputs. Equals
     `target_logprobs` and `token_entropy` of `suppress_tokens(hidden @ weight.T + bias)`.
 
@@ -201,7 +201,7 @@ def linear_logprobs(
         temperature: of the sampler, > 0; a float or [N].
         bias: [V] or None.
         suppress: [K], token ids of probability 0, or None; see `suppress_tokens`.
-        chunk: tokens to a chunk; None takes as many as hold 512 MiB of logits, 16 MiB on a CPU.
+        chunk: tokens per chunk; None takes as many as have 512 MiB of logits, 16 MiB on a CPU.
 
     Returns:
         LogprobsAndEntropy: logprobs [N], never above 0, and entropy [N].

@@ -11,7 +11,7 @@ per-token loss by the weights, or pass the mask of the kept tokens to the loss a
     loss = token_mean(loss, keep, total=mb.total_tokens)  # the count before rejection: dropped tokens count as 0
 
 Functions with one ratio per sequence need whole sequences; a sequence is its tokens inside the mask. In weights, a
-sequence's sum of log-ratios beyond +-20 counts as +-20 too. Masks compare unbounded log-ratios: an infinite one is
+sequence's sum of log-ratios beyond +-20 counts as +-20 too. Masks compare unbounded log-ratios, so an infinite one is
 outside every finite bound. Tokens and sequences with a nan are dropped by the masks and get weight 0. Results have no
 gradient.
 
@@ -254,9 +254,9 @@ def sequence_mean_divergence_mask(divergence: Tensor, mask: Tensor, high: float)
 def sequence_max_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     r"""The tokens of the sequences without a token at which the two are far apart, $\max_t d_t \le \text{high}$.
 
-    Trust region masking, https://arxiv.org/abs/2512.23075: how wrong the surrogate is goes with the largest divergence
-    of a sequence's tokens, so one bad token drops them all. verl's rollout_rs "seq_max_k2" and "seq_max_k3". The
-    paper's bounds are on the KL of the whole vocabulary.
+    Trust region masking, https://arxiv.org/abs/2512.23075: the error of the surrogate is bounded by the largest
+    divergence of a sequence's tokens, so one bad token drops them all. verl's rollout_rs "seq_max_k2" and "seq_max_k3".
+    The paper's bounds are on the KL of the whole vocabulary.
 
     Args, Returns: as `token_divergence_mask`.
     """

@@ -1,7 +1,7 @@
 r"""Losses on preferences, one value per pair or per answer, and their inputs: log-probabilities of whole answers.
 
 P pairs come as [P] tensors of sequence log-probabilities: `chosen` and `rejected` under the policy, `ref_chosen` and
-`ref_rejected` under the reference. Throughout, with $\log \pi$ what the caller passes,
+`ref_rejected` under the reference. Throughout, with $\log \pi$ for the given log-probabilities,
 
 $$h_w = \log\pi(y_w) - \log\pi_{ref}(y_w), \quad h_l = \log\pi(y_l) - \log\pi_{ref}(y_l), \quad h = h_w - h_l$$
 

@@ -1,9 +1,9 @@
 r"""More losses on preference pairs, and two ways to weight tokens and answers; `preference` has the common losses.
 
-All take what `dpo_loss` takes, with the same meaning: [P] log-probabilities of whole answers, $h_w$ and $h_l$ for their
-log-ratios to the reference, $h = h_w - h_l$. The reference never gets a gradient. The log-sigmoid of a large argument
-is linear and exact. The exponential of a large argument overflows, so exponents are clamped at 20, with gradient 0
-above, as everywhere in rlkit.
+They take the arguments of `dpo_loss`, with the same meaning: [P] log-probabilities of whole answers, $h_w$ and $h_l$
+for their log-ratios to the reference, $h = h_w - h_l$. The reference never gets a gradient. The log-sigmoid of a large
+argument is linear and exact. The exponential of a large argument overflows, so exponents are clamped at 20, with
+gradient 0 above, as everywhere in rlkit.
 
 Args:
     chosen, rejected: [P], log-probabilities of the answers under the policy.
@@ -320,7 +320,7 @@ def aot_loss(
         label_smoothing: as in `dpo_loss`.
 
     Returns:
-        [P], one a quantile from the lowest up (entry i is not pair i), to be minimised.
+        [P], one per quantile, from the lowest up (entry i is not pair i), to be minimised.
     """
     _check_same(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     margins = (at_least_float32(chosen) - at_least_float32(rejected)).sort().values
@@ -349,7 +349,7 @@ def aot_unpaired_loss(
         label_smoothing: as in `dpo_loss`.
 
     Returns:
-        [P], one a quantile from the lowest up (entry i is not answer i), to be minimised.
+        [P], one per quantile, from the lowest up (entry i is not answer i), to be minimised.
     """
     h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
     zeros = torch.zeros_like(h_w)

@@ -113,7 +113,8 @@ def prompt_mean(loss: Tensor, mask: Tensor, group_tokens: Tensor, total: float |
         loss: [B, T].
         group_tokens: [B], n: trained tokens of all answers to the row's prompt, from `group_token_counts` of the batch
             before it is cut.
-        total: prompts that have a token, over all micro-batches and ranks. None adds up what these rows are of theirs.
+        total: prompts that have a token, over all micro-batches and ranks. None adds up these rows' shares of their
+            prompts.
 
     Returns:
         0-d.

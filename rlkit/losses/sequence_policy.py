@@ -145,19 +145,19 @@ def gmpo_loss(
 
 
 def topr_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    r"""TOPR: REINFORCE in which a bad sequence fades as the policy leaves it and a good one keeps its full weight.
+    r"""TOPR: REINFORCE in which bad sequences lose weight as they become less likely; good ones keep theirs.
 
     $$L = -\mathrm{sg}(w)\, A\, \text{logprobs}, \quad w = 1 \text{ where } A \ge 0,\ \min\Big(\prod_t r_t, 1\Big)
     \text{ where } A < 0$$
 
     Tapered off-policy REINFORCE, https://arxiv.org/abs/2503.14286; `sequence_sum_mean` gives the paper's loss. The
     weight is the whole sequence's probability ratio, a product over tokens and no geometric mean: a drift of 0.01 nats
-    a token over 1000 tokens leaves a weight of 5e-5. With advantages per token the case is each token's.
+    per token over 1000 tokens leaves a weight of 5e-5. With advantages per token the case is each token's.
 
     Args:
         logprobs: [B, T]; finite within the mask.
         old_logprobs: [B, T], under the weights the batch was sampled with, however old.
-        advantages: [B] or [B, T]; the paper's are the reward less a constant baseline.
+        advantages: [B] or [B, T]; the paper's are the reward minus a constant baseline.
 
     Returns:
         [B, T], to be minimised. Only its gradient has a meaning.
@@ -216,8 +216,8 @@ def flash_reinforce_loss(
     `kl_binary` over the sequence. Nothing is clipped.
 
     Hu et al. 2026, https://yifanzhang-pro.github.io/FlashREINFORCE/FlashREINFORCE.pdf; `sequence_mean` over all
-    sequences, dropped ones too, gives the paper's loss. Its advantages are rewards less the batch's mean, of one answer
-    a prompt: `dr_grpo_advantages` with one group id for all.
+    sequences, dropped ones too, gives the paper's loss. Its advantages are rewards minus the batch's mean, with one
+    answer per prompt: `dr_grpo_advantages` with one group id for all.
 
     Args:
         logprobs: [B, T]; finite within the mask.
@@ -246,7 +246,7 @@ def off_policy_sequence_mask(
     DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 9. The mean is an estimate of KL(old || policy) with its sign:
     a sequence that became likelier is never dropped. The report gives no delta; TRL suggests 0.5, slime has 1e-4.
 
-    The paper zeroes the loss of what is dropped and still divides by all tokens: reduce `torch.where(keep, loss, 0.0)`
+    The paper zeroes the loss of dropped sequences and still divides by all tokens: reduce `torch.where(keep, loss, 0)`
     with the full mask. Give the sampler's log-probabilities as `old_logprobs` to count its mismatch too, as the report
     and TRL do.
 

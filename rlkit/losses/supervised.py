@@ -37,8 +37,8 @@ def chord_phi_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
 
     $$L = -\mathrm{sg}(p (1 - p))\, \log p, \quad p = e^{\text{logprobs}}$$
 
-    CHORD-phi, https://arxiv.org/abs/2508.11408: what the policy would write anyway teaches nothing, and what it would
-    never write disrupts it. Reduced by `token_mean`, and mixed with a policy loss: see the module.
+    CHORD-phi, https://arxiv.org/abs/2508.11408: tokens that the policy would write anyway teach nothing, and tokens
+    that it would never write disrupt it. Reduced by `token_mean`, and mixed with a policy loss: see the module.
 
     Args:
         logprobs: [B, T], of the expert's answer.

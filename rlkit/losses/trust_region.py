@@ -261,8 +261,9 @@ def m2po_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
     r"""M2PO: the unclipped surrogate without the tokens that bring the second moment of the log-ratios above a bound.
 
     $$L_t = -M_t\, r_t A_t, \quad \frac{1}{|K|} \sum_{t \in K} (\log r_t)^2 \le \tau$$
-    over the tokens K that still count ($M_t = 1$) of those that move away: A > 0 and r > 1, or A < 0 and r < 1. M is 0
-    on as many of the largest $(\log r_t)^2$ of those as it takes, with all that tie with them, and 1 on other tokens.
+    over the kept tokens K ($M_t = 1$) among those that move away from the old policy: A > 0 and r > 1, or A < 0 and
+    r < 1. Of these, the tokens with the largest $(\log r_t)^2$ are dropped (M = 0) until the bound holds; tokens that
+    tie are dropped together. All other tokens have M = 1.
 
     Second-moment trust policy optimisation, https://arxiv.org/abs/2510.01161, its algorithm 1, for data that is many
     updates old; `token_mean` over all tokens gives the paper's loss.
@@ -313,7 +314,8 @@ def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def _smallest(keys: Tensor, share: float, mask: Tensor) -> Tensor:
     """bool [B, T]: the smallest of the keys, as many as a share of the mask's tokens, one at least if the share is > 0.
 
-    How many that is, is not known on the host: the top k of a share of all elements are in order, a few of them count.
+    The count depends on the mask, so take the top k with an upper bound for k and keep the first `count` of them, which
+    avoids a device sync.
     """
     check.share(share=share)
     most = min(int(share * keys.numel()) + 1, keys.numel())

@@ -21,7 +21,10 @@ from rlkit.runs.options import RUN_ONLY_OPTIONS
 
 Config = TypeVar("Config")
 NOT_OPTIONS = {"versions", "contents"}  # what else is in the config.json of a run
-RENAMED = {"updates_per_batch": "ppo_epochs"}
+RENAMED = {"updates_per_batch": "ppo_epochs", "prompts_per_draw": "gen_batch_size"}
+MOVED = dict.fromkeys(("critic_lam", "length_adaptive_alpha", "lm_coef"), "recipes/vapo.py") | dict.fromkeys(
+    ("normalise_rewards", "reward_clip"), "rlkit.advantages.scaled_rewards, for a copy of the recipe"
+)
 MODEL_DEPENDENT_OPTIONS = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `model_defaults`
 
 
@@ -157,6 +160,9 @@ def _check_renamed(names: Collection[str], config: type[Any]) -> None:
     for old, new in RENAMED.items():
         if old in names and old not in known and new in known:
             raise ValueError(f"{old}: expected --{new}, the new name of this option, got --{old}")
+    for old, place in MOVED.items():
+        if old in names and old not in known:
+            raise ValueError(f"{old}: expected an option of this recipe, got one that moved to {place}")
 
 
 def _as_arguments(name: str, x: Any) -> list[str]:

@@ -52,7 +52,7 @@ def batch(seed=0, b=14, binary=False):
 
 
 def groups_of(rewards, groups):
-    """Lists of judged row numbers."""
+    """Lists of scored row numbers."""
     return [
         [i for i, g in enumerate(groups) if g == group and not math.isnan(rewards[i])]
         for group in dict.fromkeys(groups)

@@ -1,4 +1,4 @@
-"""Advantages and weights of batches of any size, with samples that were not judged: against their loops."""
+"""Advantages and weights of batches of any size, with samples that were not scored: against their loops."""
 
 import inspect
 
@@ -42,7 +42,7 @@ def test_groups(function, seed, b):
 
 @pytest.mark.parametrize("function", TAKES_GROUPS)
 @pytest.mark.parametrize("worst", [float("inf"), -float("inf")])
-def test_an_infinite_reward_was_not_judged(function, worst):
+def test_an_infinite_reward_was_not_scored(function, worst):
     """And is no other sample's concern."""
     takes = inspect.signature(function).parameters
     rewards, groups = torch.tensor([1.0, 0.0, 0.5, NAN, 2.0, 1.0]), torch.tensor([0, 0, 0, 0, 1, 1])

@@ -49,7 +49,7 @@ def test_golden_baselines():
 
 
 def test_golden_gpg():
-    """Two of the eight judged samples are in a group of equal rewards: 8 / 6."""
+    """Two of the eight scored samples are in a group of equal rewards: 8 / 6."""
     rewards = torch.tensor([1.0, 0, 0, 2, 2, 3, 5, 4, NAN])
     groups = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 1])
     a = 8 / 6
@@ -91,13 +91,13 @@ def test_golden_batch_normalised():
 @given(seed=st.integers(0, 999))
 def test_kinship(seed):
     rewards, groups = batch(seed, 12)
-    judged = ~rewards.isnan()
-    count = torch.stack([((groups == g) & judged).sum() for g in groups]).double()
+    scored = ~rewards.isnan()
+    count = torch.stack([((groups == g) & scored).sum() for g in groups]).double()
     centred = dr_grpo_advantages(rewards, groups)
     torch.testing.assert_close(rloo_advantages(rewards, groups), centred * count / (count - 1).clamp(min=1))
     torch.testing.assert_close(opo_advantages(rewards, groups, torch.full((12,), 3)), centred)
-    informative = (judged & informative_groups(rewards, groups)).sum().clamp(min=1)
-    torch.testing.assert_close(gpg_advantages(rewards, groups) * informative / judged.sum(), centred)
+    informative = (scored & informative_groups(rewards, groups)).sum().clamp(min=1)
+    torch.testing.assert_close(gpg_advantages(rewards, groups) * informative / scored.sum(), centred)
     passes, _ = batch(seed, 12, binary=True)
     population = ((count - 1) / count.clamp(min=1)).clamp(min=0).sqrt()
     population = torch.where(passes.isnan() != rewards.isnan(), NAN, population)
@@ -111,7 +111,7 @@ def test_kinship(seed):
             assert abs(out[groups == group].sum()) < 1e-9
     weights = pf_ppo_weights(rewards, groups, 0.3, 0.2)
     for group in groups.unique():
-        has = (judged & (groups == group)).any()
+        has = (scored & (groups == group)).any()
         assert weights[groups == group].sum().item() == pytest.approx(1.0 if has else 0.0)
 
 
@@ -185,10 +185,10 @@ def test_group_order_interleaved(function, seed, b):
 @given(seed=st.integers(0, 9999))
 def test_nan_or_none_reward_isolated(function, seed):
     rewards, groups = batch(seed)
-    judged = ~rewards.isnan()
+    scored = ~rewards.isnan()
     out = function(rewards, groups)
-    torch.testing.assert_close(out[judged], function(rewards[judged], groups[judged]))
-    assert function is informative_groups or not out[~judged].any()
+    torch.testing.assert_close(out[scored], function(rewards[scored], groups[scored]))
+    assert function is informative_groups or not out[~scored].any()
     assert out.isfinite().all()
 
 

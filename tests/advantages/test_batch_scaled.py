@@ -59,10 +59,10 @@ def test_golden_power():
 @given(seed=st.integers(0, 999))
 def test_kinship(seed):
     rewards, groups = batch(seed)
-    judged = ~rewards.isnan()
+    scored = ~rewards.isnan()
     out = lite_ppo_advantages(rewards, groups, eps=0.0)
-    if judged.sum() > 1 and rewards[judged].std() > 0:
-        torch.testing.assert_close(out, dr_grpo_advantages(rewards, groups) / rewards[judged].std())
+    if scored.sum() > 1 and rewards[scored].std() > 0:
+        torch.testing.assert_close(out, dr_grpo_advantages(rewards, groups) / rewards[scored].std())
         torch.testing.assert_close(lite_ppo_advantages(-4 * rewards + 9, groups, eps=0.0), -out)
     one = torch.zeros_like(groups)
     torch.testing.assert_close(lite_ppo_advantages(rewards, one), grpo_advantages(rewards, one))
@@ -70,7 +70,7 @@ def test_kinship(seed):
     torch.testing.assert_close(pf_ppo_power_weights(-7 * rewards, groups), weights)
     for group in groups.unique():
         here = groups == group
-        assert weights[here].sum().item() == pytest.approx(float((judged & here).any()))
+        assert weights[here].sum().item() == pytest.approx(float((scored & here).any()))
 
 
 def test_the_draw_goes_by_the_power():
@@ -112,10 +112,10 @@ def test_group_order_interleaved(function, seed, b):
 @given(seed=st.integers(0, 9999))
 def test_nan_reward_isolated(function, seed):
     rewards, groups = batch(seed)
-    judged = ~rewards.isnan()
+    scored = ~rewards.isnan()
     out = function(rewards, groups)
-    torch.testing.assert_close(out[judged], function(rewards[judged], groups[judged]))
-    assert not out[~judged].any() and out.isfinite().all()
+    torch.testing.assert_close(out[scored], function(rewards[scored], groups[scored]))
+    assert not out[~scored].any() and out.isfinite().all()
     assert not function(torch.full((3,), NAN), torch.tensor([0, 0, 1])).any()
 
 
@@ -167,7 +167,7 @@ def test_errors_name_the_argument(call, name):
         call()
 
 
-# ---- the optimal token baseline, by inputs in float32 and rows that are not judged
+# ---- the optimal token baseline, by inputs in float32 and rows that are not scored
 
 
 def token_batch(seed, b=8, t=30, sure=0.0):
@@ -215,7 +215,7 @@ def test_token_baseline_does_not_round_the_end_of_a_long_return():
 
 
 @pytest.mark.parametrize("outcome", [True, False])
-def test_token_baseline_keeps_a_row_that_is_not_judged_apart(outcome):
+def test_token_baseline_keeps_a_row_that_is_not_scored_apart(outcome):
     """Whatever else it holds; and so do tokens outside the mask."""
     rewards, groups, logprobs, squares, mask = token_batch(2)
     mask[2, 5] = True

@@ -85,10 +85,10 @@ def test_nan_or_none_reward_isolated(function):
     rewards = torch.tensor([1.0, math.nan, 3.0, 8.0, 5.0, 6.0, math.nan, math.nan, 4.0])
     groups = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3, 3])
     out = function(rewards, groups)
-    judged = ~rewards.isnan()
-    torch.testing.assert_close(out[judged], function(rewards[judged], groups[judged]))
-    assert out[~judged].abs().max() == 0
-    assert out[8] == 0  # the only one judged of its group
+    scored = ~rewards.isnan()
+    torch.testing.assert_close(out[scored], function(rewards[scored], groups[scored]))
+    assert out[~scored].abs().max() == 0
+    assert out[8] == 0  # the only one scored of its group
 
 
 def test_equal_rewards_give_no_advantage():

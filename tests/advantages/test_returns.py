@@ -269,13 +269,13 @@ def test_rewards_to_tokens_any_shape(seed, b, t):
     assert torch.equal(rewards_to_tokens(rewards[:, 0], mask), expected)
 
 
-def test_an_unjudged_sample_stays_in_its_row():
+def test_an_unscored_sample_stays_in_its_row():
     mask = torch.tensor([[True, True], [True, True]])
     rewards = torch.tensor([math.nan, 1.0])
     advantages, returns = gae(rewards_to_tokens(rewards, mask), torch.zeros(2, 2), mask, lam=1.0)
     assert advantages[0].isnan().all() and advantages[1].tolist() == [1.0, 1.0]
-    judged = mask & ~rewards.isnan()[:, None]
-    advantages, returns = gae(rewards_to_tokens(rewards, judged), torch.zeros(2, 2), judged, lam=1.0)
+    scored = mask & ~rewards.isnan()[:, None]
+    advantages, returns = gae(rewards_to_tokens(rewards, scored), torch.zeros(2, 2), scored, lam=1.0)
     assert advantages.tolist() == returns.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 

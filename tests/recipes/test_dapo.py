@@ -16,13 +16,13 @@ from rlkit.runs import PolicySampler
 
 warm_dir, text_dir = helpers.warm_dir, helpers.text_dir
 LEARNING = [
-    "--task", "helpers:few_digits", "--seed", 0, "--steps", 10, "--prompts_per_step", 24, "--prompts_per_draw", 32,
+    "--task", "helpers:few_digits", "--seed", 0, "--steps", 10, "--prompts_per_step", 24, "--gen_batch_size", 32,
     "--max_num_gen_batches", 2, "--group_size", 8, "--mini_batches", 2, "--max_new_tokens", 4, "--temperature", 1.0,
     "--warmup_steps", 2, "--clip_low", 0.2, "--clip_high", 0.28, "--overlong_buffer", 2,
     "--overlong_penalty_factor", 1.0, "--save_every", 2, "--threads", 1,
 ]  # fmt: skip
 SMALL = [
-    "--seed", 0, "--steps", 1, "--prompts_per_step", 6, "--prompts_per_draw", 4, "--max_num_gen_batches", 3,
+    "--seed", 0, "--steps", 1, "--prompts_per_step", 6, "--gen_batch_size", 4, "--max_num_gen_batches", 3,
     "--group_size", 4, "--mini_batches", 1, "--max_new_tokens", 2, "--overlong_buffer", 0, "--lr", 1e-3,
 ]  # fmt: skip
 
@@ -41,17 +41,17 @@ def test_learns_and_not_without_a_learning_rate(whole, warm_dir, tmp_path):
     helpers.assert_nothing_changes(tmp_path / "still", "dapo", warm_dir, *LEARNING)
 
 
-def test_resume_is_exact_after_steps_of_several_draws(warm_dir, tmp_path):
+def test_resume_is_exact_after_steps_of_several_gen_batches(warm_dir, tmp_path):
     rows = helpers.assert_resume_is_exact(tmp_path, "dapo", "--model", warm_dir, *SMALL)
-    assert all(row["groups/drawn"] in (8, 12) for row in rows[:2])  # two or three draws of four prompts
+    assert all(row["groups/sampled"] in (8, 12) for row in rows[:2])  # two or three generation batches of four prompts
 
 
 def test_leaves_what_it_promises(whole):
     rows = helpers.rows(whole)
     assert [row["step"] for row in rows] == list(range(10))
     for row in rows:
-        assert row["groups/trained"] == min(24, row["groups/differ"]) <= row["groups/drawn"] in (32, 64)
-        assert row["groups/drawn"] == 32 or row["groups/differ"] > 0
+        assert row["groups/trained"] == min(24, row["groups/differ"]) <= row["groups/sampled"] in (32, 64)
+        assert row["groups/sampled"] == 32 or row["groups/differ"] > 0
         assert row["mismatch/abs_dlogp"] < 1e-5 and row["time/generate"] > 0 and row["time/reward"] >= 0
     assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step_10", "step_8"]
     assert (whole / "model" / "model.safetensors").exists() and (whole / "report.html").exists()
@@ -83,14 +83,14 @@ def settled():
 def test_groups_of_equal_rewards_are_dropped_and_others_drawn(warm_dir, tmp_path):
     run_here("dapo", "--model", warm_dir, "--out", tmp_path / "half", "--task", f"{__name__}:half_settled", *SMALL)
     row = numbers(tmp_path / "half")[0]
-    assert row["groups/drawn"] in (8, 12) and 0 < row["groups/differ"] < row["groups/drawn"]
+    assert row["groups/sampled"] in (8, 12) and 0 < row["groups/differ"] < row["groups/sampled"]
     assert row["groups/trained"] == min(6, row["groups/differ"])
     assert row["loss"] != 0 and row["grad_norm"] > 0
 
 
 def test_a_run_with_nothing_left_to_learn_ends_well(warm_dir, tmp_path, capsys):
     run_here("dapo", "--model", warm_dir, "--out", tmp_path / "run", "--task", f"{__name__}:settled", *SMALL)
-    said = r"\nstep 0: no group drawn has different rewards, so the run ends here; (\d+) of \1 answers were scored\n"
+    said = r"\nstep 0: no sampled group has different rewards, so the run ends here; (\d+) of \1 answers were scored\n"
     assert re.search(said, capsys.readouterr().out)
     assert helpers.rows(tmp_path / "run") == [] and helpers.evaluation(tmp_path / "run")["accuracy_after"] == 1
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
@@ -137,7 +137,7 @@ def test_bad_input_is_one_clear_message(whole, tmp_path):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 7)
     with pytest.raises(SystemExit, match="dapo: overlong_buffer: expected 0 to 4, got 8"):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--max_new_tokens", 4, "--overlong_buffer", 8)
-    with pytest.raises(SystemExit, match="dapo: epochs: expected none, as draws per step vary, .*; use --steps"):
+    with pytest.raises(SystemExit, match="dapo: epochs: expected 0, as prompts per step vary, .*; use --steps"):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--epochs", 1)
     with pytest.raises(SystemExit, match="dapo: out .*holds a run already; continue it with --resume"):
         run_here("dapo", "--out", whole, *SMALL)

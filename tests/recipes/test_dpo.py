@@ -228,7 +228,8 @@ def test_bad_input_is_one_clear_message(whole, start, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     for message, arguments in {
         "dpo: loss: expected one of dpo, robust": ["--loss", "kto"],
-        "dpo: loss 'orpo': got an unexpected keyword argument 'beta'": ["--loss", "orpo", "--beta", 0.1],
+        "dpo: loss 'orpo': .*got an unexpected keyword argument 'beta'": ["--loss", "orpo", "--beta", 0.1],
+        "dpo: loss 'dpo': beta: expected a number > 0, got -1": ["--beta", -1],
         "dpo: normalise_length: expected a loss of sums, got 'simpo', which": ["--loss", "simpo", "--normalise_length"],
         "dpo: .*rows.jsonl: chosen: expected a column chosen": ["--task", tmp_path / "rows.jsonl"],
         "dpo: out .*holds a run already; continue it with --resume": ["--out", whole],

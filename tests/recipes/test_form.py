@@ -28,7 +28,7 @@ SHARED = {
     "on policy": (runs.SamplingOptions, runs.PolicyOptions),
 }
 GIVEN_ANSWERS = ["dpo", "kto", "reward_model", "sft"]
-ON_POLICY = ["dapo", "distill", "grpo_async", "grpo_tools", "grpo_vlm", "ppo", "reinforce"]
+ON_POLICY = ["dapo", "distill", "grpo_async", "grpo_tools", "grpo_vlm", "ppo", "reinforce", "vapo"]
 
 
 def source(name):
@@ -178,8 +178,9 @@ def small_options(name, model):
     special = {
         "distill": ["--teacher", model],
         "evaluate": ["--rows", 8],
-        "dapo": ["--prompts_per_draw", 4, "--max_num_gen_batches", 1, "--mini_batches", 1, "--overlong_buffer", 0],
+        "dapo": ["--gen_batch_size", 4, "--max_num_gen_batches", 1, "--mini_batches", 1, "--overlong_buffer", 0],
         "ppo": ["--mini_batches", 1],
+        "vapo": ["--mini_batches", 1, "--critic_warmup", 1],
     }
     return [*found, *special.get(name, [])]
 

@@ -96,7 +96,8 @@ def look_twice(sample):
 
 WITH_A_SERVER = {
     "grpo_vlm": [], "ppo": ["--mini_batches", 1], "reinforce": ["--advantage", "remax"], "distill": ["--teacher"],
-    "dapo": ["--mini_batches", 1, "--prompts_per_draw", 8, "--max_num_gen_batches", 1, "--overlong_buffer", 0],
+    "vapo": ["--mini_batches", 1, "--critic_warmup", 0],
+    "dapo": ["--mini_batches", 1, "--gen_batch_size", 8, "--max_num_gen_batches", 1, "--overlong_buffer", 0],
     "grpo_tools": ["--tool", "test_grpo_async:look_twice"],
 }  # fmt: skip
 

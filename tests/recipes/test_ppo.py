@@ -1,7 +1,9 @@
 """`recipes/ppo.py` as a person runs it."""
 
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +23,11 @@ LEARNING = [
     "--task", "helpers:few_digits", "--seed", 0, "--steps", 10, "--prompts_per_step", 32, "--group_size", 8,
     "--mini_batches", 2, "--ppo_epochs", 1, "--max_new_tokens", 4, "--temperature", 1.0, "--warmup_steps", 2,
     "--critic_lr", 2e-3, "--clip_low", 0.2, "--clip_high", 0.2, "--cliprange_value", 0.5, "--gamma", 1.0,
-    "--lam", 0.95, "--critic_lam", 0.95, "--lm_coef", 0.0, "--kl_coef", 0.0, "--save_every", 4, "--threads", 1,
+    "--lam", 0.95, "--kl_coef", 0.0, "--save_every", 4, "--threads", 1,
 ]  # fmt: skip
 SMALL = [
     "--task", "helpers:few_digits", "--seed", 0, "--prompts_per_step", 4, "--group_size", 4, "--mini_batches", 1,
-    "--max_new_tokens", 3, "--lr", 1e-3, "--critic_lr", 1e-3, "--warmup_steps", 1, "--lm_coef", 0.0,
+    "--max_new_tokens", 3, "--lr", 1e-3, "--critic_lr", 1e-3, "--warmup_steps", 1,
 ]  # fmt: skip
 
 
@@ -67,11 +69,8 @@ def test_advantages_equal_verls(case, gamma, lam):
     """verl whitens in its estimator, and leaves numbers outside the mask."""
     golden = load_file(GOLDEN)
     rewards, values, mask = (golden[f"{case}/in/{name}"] for name in ("rewards", "values", "mask"))
-    recipe = helpers.load("ppo")
-
-    returns = gae(rewards, values, mask, gamma, lam).returns
+    raw, returns = gae(rewards, values, mask, gamma, lam)
     torch.testing.assert_close(returns, golden[f"{case}/out/returns"], rtol=1e-5, atol=1e-6)
-    raw = gae(rewards, values, mask, gamma, recipe.policy_lambda(mask, recipe.Config(lam=lam))).advantages
     advantages = masked_whiten(raw, mask)
     torch.testing.assert_close(advantages, golden[f"{case}/out/advantages"], rtol=1e-5, atol=1e-6)
     half = masked_whiten(raw, mask, global_sum=lambda x: x + x)  # two ranks with the same rows
@@ -83,31 +82,31 @@ def first(out, *arguments):
     return numbers(out)[0]
 
 
-def test_vapo_and_pf_ppo_change_the_loss_as_they_should(warm_dir, tmp_path):
+def test_pf_ppo_trains_on_the_answers_that_it_draws(warm_dir, tmp_path):
     plain = first(tmp_path / "plain", "--model", warm_dir)
-    assert plain["loss"] == pytest.approx(0, abs=1e-5)  # whitened advantages, each with weight and ratio 1
-    imitating = first(tmp_path / "imitating", "--model", warm_dir, "--lm_coef", 0.1)
-    assert 0.01 < (imitating["loss"] - plain["loss"]) / 0.1 < 3  # nats a token of the right answers
-    best = first(tmp_path / "best", "--model", warm_dir, "--pf_ppo_best", 1.0)  # no weight but on the best
-    assert best["loss"] < plain["loss"] and best["critic/loss"] != plain["critic/loss"]
-    shorter = first(tmp_path / "shorter", "--model", warm_dir, "--length_adaptive_alpha", 0.6)
-    # not its loss, which is 0 but for rounding, as the advantages are whitened
-    assert shorter["grad_norm"] != plain["grad_norm"] and shorter["critic/loss"] == plain["critic/loss"]
+    assert plain["loss"] == pytest.approx(0, abs=1e-5)  # whitened advantages, each with ratio 1
+    best = first(tmp_path / "best", "--model", warm_dir, "--pf_ppo_best", 1.0)  # no others
+    # the critic's first values are 0, so that its squared error is the mean reward of the answers trained on
+    assert best["reward/mean"] == plain["reward/mean"] and best["value/squared_error"] > plain["value/squared_error"]
+    worst = first(tmp_path / "worst", "--model", warm_dir, "--pf_ppo_worst", 1.0)
+    assert worst["value/squared_error"] < plain["value/squared_error"]
 
 
-def test_rewards_are_normalised_by_all_so_far_and_cut(warm_dir, tmp_path):
-    """The critic's first values are 0, so its squared error is that of the whitened or cut rewards; and after a resume
-    the moments go on where they were."""
-    plain = first(tmp_path / "plain", "--model", warm_dir)
-    normal = first(tmp_path / "normal", "--model", warm_dir, "--normalise_rewards")
-    cut = first(tmp_path / "cut", "--model", warm_dir, "--reward_clip", 0.25)
-    assert normal["reward/mean"] == plain["reward/mean"] == cut["reward/mean"] > 0  # the reward itself is logged
-    assert normal["value/squared_error"] > 2 * plain["value/squared_error"] > 20 * cut["value/squared_error"]
-    options = ["--model", warm_dir, *SMALL, "--normalise_rewards", "--steps", 3, "--save_every", 1, "--out"]
-    run_here("ppo", *options, tmp_path / "whole")
-    helpers.stop_after(2, "ppo", *options, tmp_path / "run")
-    run_here("ppo", *options, tmp_path / "run", "--resume")
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+def test_pf_ppo_draws_by_reward():
+    """Of the answers 0 to 3 the last is the best of its prompt; 4 and 5 tie."""
+    recipe = helpers.load("ppo")
+    rewards, prompts = [0.0, 0.1, 0.2, 1.0, 1.0, 1.0], [7, 7, 7, 7, 8, 8]
+    rows = zip(range(6), rewards, prompts, strict=True)
+    samples = [SimpleNamespace(i=i, reward=reward, group_id=prompt) for i, reward, prompt in rows]
+    assert recipe.filtered(samples, 0, recipe.Config()) is samples
+    best, count = recipe.Config(pf_ppo_best=0.5), Counter()
+    for step in range(1000):
+        drawn = recipe.filtered(samples, step, best)
+        assert len(drawn) == len(samples)
+        count.update(sample.i for sample in drawn)
+    assert [sample.i for sample in drawn] == [sample.i for sample in recipe.filtered(samples, step, best)]
+    shares = [count[i] / 6000 for i in range(6)]
+    assert shares == pytest.approx([1 / 12, 1 / 12, 1 / 12, 1 / 4, 1 / 4, 1 / 4], abs=0.02)
 
 
 def test_options_of_the_real_thing(warm_dir, tmp_path):

@@ -62,7 +62,7 @@ class Observed:
     ("recipe", "passes", "options"),
     [
         ("grpo_vlm", 4, []), ("reinforce", 3, []), ("ppo", 8, []), ("distill", 4, ["--teacher"]),
-        ("dapo", 3, ["--mini_batches", 1, "--prompts_per_draw", 4, "--max_num_gen_batches", 2]),
+        ("dapo", 3, ["--mini_batches", 1, "--gen_batch_size", 4, "--max_num_gen_batches", 2]),
     ],
 )  # fmt: skip
 def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe, passes, options):  # noqa: F811
@@ -105,7 +105,7 @@ def test_flops_are_those_of_every_pass_in_training(text_dir, tmp_path, options, 
 
 @pytest.mark.parametrize(
     ("recipe", "options"),
-    [("ppo", []), ("reinforce", []), ("dapo", ["--mini_batches", 1, "--prompts_per_draw", 4, "--overlong_buffer", 0])],
+    [("ppo", []), ("reinforce", []), ("dapo", ["--mini_batches", 1, "--gen_batch_size", 4, "--overlong_buffer", 0])],
 )
 def test_what_cannot_be_scored_is_left_out_until_it_is_too_much(text_dir, tmp_path, monkeypatch, recipe, options):  # noqa: F811
     """Two of four prompts, and one of two held-out rows. A reward is 8 or 9: a 0 in place of an unknown one would show
@@ -123,7 +123,7 @@ def test_what_cannot_be_scored_is_left_out_until_it_is_too_much(text_dir, tmp_pa
     options = ["--model", text_dir, *SMALL, "--steps", 1, *options, "--task"]
     run_here(recipe, *options, "half", "--out", tmp_path / "half", "--max_failed_rewards", 0.5)
     (row,) = rows(tmp_path / "half")
-    assert row["unscored"] == 2 * row.get("groups/drawn", 4) and 8 < row["reward/mean"] < 9
+    assert row["unscored"] == 2 * row.get("groups/sampled", 4) and 8 < row["reward/mean"] < 9
     found = evaluation(tmp_path / "half")
     assert found["accuracy_before"] in (8, 9) and found["unscored_before"] == found["unscored_after"] == 1
     refused = "answers: expected at least 80% of .* scored, got 0: .* x a reward of None"

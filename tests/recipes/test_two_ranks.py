@@ -19,7 +19,7 @@ from test_evaluate import SMALL, answers
 DIGITS = ["--task", "helpers:seen_shortly"]
 PROMPTS = [*DIGITS, "--prompts_per_step", 8, "--group_size", 4, "--max_new_tokens", 3, "--lr", 1e-3]
 PAIRS = [*DIGITS, "--prompts_per_step", 6, "--lr", 1e-3, "--steps", 2]
-DRAWS = ["--prompts_per_draw", 8, "--max_num_gen_batches", 2, "--mini_batches", 1, "--overlong_buffer", 0]
+DRAWS = ["--gen_batch_size", 8, "--max_num_gen_batches", 2, "--mini_batches", 1, "--overlong_buffer", 0]
 MEGATRON = ["--engine", "megatron", "--parallel"]
 SPLIT_BY = {
     "tensor": [*MEGATRON, "tensor", 2, "sequence_parallel", 1],
@@ -32,6 +32,7 @@ CASES = {
     "reinforce": ("reinforce", [*PROMPTS, "--steps", 1, "--advantage", "reinforce_plus_plus_baseline"], []),
     "dapo": ("dapo", [*PROMPTS, "--steps", 1, *DRAWS], []),
     "ppo": ("ppo", [*PROMPTS, "--steps", 1, "--mini_batches", 2], []),
+    "vapo": ("vapo", [*PROMPTS, "--steps", 1, "--mini_batches", 2, "--critic_warmup", 0], []),
     "distill": ("distill", [*PROMPTS, "--steps", 1], []),
     "distill_whole": ("distill", [*PROMPTS, "--steps", 2, "--loss", "jsd"], ["--ulysses_sequence_parallel_size", 2]),
     "distill_top": ("distill", [*PROMPTS, "--steps", 2, "--loss", "jsd", "--teacher_top_k", 9], []),

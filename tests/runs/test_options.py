@@ -87,6 +87,16 @@ def test_an_old_name_is_refused_with_the_new_one(tmp_path):
         parse_options(Config, "", ["--config", str(tmp_path / "old.yaml")])  # which has neither
 
 
+def test_an_option_that_moved_is_refused_with_its_new_place(tmp_path):
+    for option, place in {"lm_coef": "recipes/vapo.py", "reward_clip": "rlkit.advantages.scaled_rewards"}.items():
+        expected = f"{option}: expected an option of this recipe, got one that moved to {place}"
+        with pytest.raises(ValueError, match=expected):
+            parse_options(Config, "", [f"--{option}", "0.1"])
+        (tmp_path / "old.yaml").write_text(f"{option}: 0.1")
+        with pytest.raises(ValueError, match=expected):
+            parse_options(Config, "", ["--config", str(tmp_path / "old.yaml")])
+
+
 def test_help_is_grouped_by_the_class_that_declares_an_option(capsys, monkeypatch):
     shown = shown_help(capsys, monkeypatch)
     order = ["What the recipe does.", "recipe options", "--steps", "--loss", "run options", "--out", "--seed"]

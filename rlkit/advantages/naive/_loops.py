@@ -19,8 +19,8 @@ def rewards_of_tokens(rewards: Tensor, mask: Tensor, row: int) -> dict[int, floa
     return {t: rewards[row].item() if t == tokens[-1] else 0.0 for t in tokens}
 
 
-def judged_groups(rewards: Tensor, group_ids: Tensor) -> list[list[int]]:
-    """The samples of each group that were judged."""
+def scored_groups(rewards: Tensor, group_ids: Tensor) -> list[list[int]]:
+    """The samples of each group that were scored."""
     groups: dict[int, list[int]] = {}
     for i, group in enumerate(group_ids.tolist()):
         if math.isfinite(rewards[i].item()):

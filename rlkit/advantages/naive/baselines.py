@@ -8,12 +8,12 @@ from torch import Tensor
 
 from rlkit._numerics import GlobalSum, one_rank
 from rlkit.advantages.baselines import AdvantagesAndBaselines
-from rlkit.advantages.naive._loops import judged_groups, mean, zeros
+from rlkit.advantages.naive._loops import mean, scored_groups, zeros
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     advantages = zeros(len(rewards))
-    for group in judged_groups(rewards, group_ids):
+    for group in scored_groups(rewards, group_ids):
         for i in group:
             others = [rewards[j].double() for j in group if j != i]
             if others:
@@ -40,7 +40,7 @@ def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: flo
 
 def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Tensor:
     values = zeros(len(rewards))
-    for group in judged_groups(rewards, group_ids):
+    for group in scored_groups(rewards, group_ids):
         value = beta * mean([(rewards[j].double() / beta).exp() for j in group]).log()
         for i in range(len(rewards)):
             if group_ids[i] == group_ids[group[0]]:
@@ -50,7 +50,7 @@ def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Ten
 
 def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     advantages = zeros(len(rewards))
-    for group in judged_groups(rewards, group_ids):
+    for group in scored_groups(rewards, group_ids):
         tokens = sum(lengths[j].item() for j in group)
         if tokens:
             baseline = torch.stack([lengths[j] * rewards[j].double() for j in group]).sum() / tokens
@@ -61,19 +61,19 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tenso
 
 def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
     advantages, samples, useful = zeros(len(rewards)), 0, 0
-    for group in judged_groups(rewards, group_ids):
-        known = [rewards[j].double() for j in group]
+    for group in scored_groups(rewards, group_ids):
+        r = [rewards[j].double() for j in group]
         samples += len(group)
-        useful += len(group) if min(known) < max(known) else 0
+        useful += len(group) if min(r) < max(r) else 0
         for i in group:
-            advantages[i] = rewards[i].double() - mean(known)
+            advantages[i] = rewards[i].double() - mean(r)
     counts = global_sum(torch.tensor([samples, useful], dtype=torch.float64))
     return counts[0] / max(counts[1].item(), 1) * advantages
 
 
 def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     advantages = zeros(len(rewards))
-    for group in judged_groups(rewards, group_ids):
+    for group in scored_groups(rewards, group_ids):
         center = mean([rewards[j].double() for j in group])
         for i in group:
             if center > 0:
@@ -84,7 +84,7 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: float = 0.5, eps: float = 1e-6) -> Tensor:
     """By all subsets of k samples: each has reward 1 if one of them passes, and so has each of its samples."""
     advantages = zeros(len(rewards))
-    for group in judged_groups(rewards, group_ids):
+    for group in scored_groups(rewards, group_ids):
         subsets = list(combinations(group, k))
         if not subsets:
             continue
@@ -100,7 +100,7 @@ def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: floa
 
 def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     advantages = zeros(len(rewards))
-    for group in judged_groups(rewards, group_ids):
+    for group in scored_groups(rewards, group_ids):
         for i in group:
             others = [rewards[j].double() for j in group if j != i]
             if others:

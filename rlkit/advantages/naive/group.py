@@ -2,22 +2,22 @@
 
 from torch import Tensor
 
-from rlkit.advantages.naive._loops import judged_groups, mean, variance, zeros
+from rlkit.advantages.naive._loops import mean, scored_groups, variance, zeros
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
     advantages = zeros(len(rewards))
-    for group in judged_groups(rewards, group_ids):
-        known = [rewards[j].double() for j in group]
+    for group in scored_groups(rewards, group_ids):
+        r = [rewards[j].double() for j in group]
         for i in group:
-            if variance(known) > 0:
-                advantages[i] = (rewards[i] - mean(known)) / (variance(known) ** 0.5 + eps)
+            if variance(r) > 0:
+                advantages[i] = (rewards[i] - mean(r)) / (variance(r) ** 0.5 + eps)
     return advantages
 
 
 def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
     advantages = zeros(len(rewards))
-    for group in judged_groups(rewards, group_ids):
+    for group in scored_groups(rewards, group_ids):
         for i in group:
             others = [rewards[j].double() for j in group if j != i]
             if not others:
@@ -30,7 +30,7 @@ def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     advantages = zeros(len(rewards))
-    for group in judged_groups(rewards, group_ids):
+    for group in scored_groups(rewards, group_ids):
         for i in group:
             advantages[i] = rewards[i].double() - mean([rewards[j].double() for j in group])
     return advantages

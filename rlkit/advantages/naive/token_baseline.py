@@ -22,17 +22,17 @@ def optimal_token_baseline_advantages(
 ) -> Tensor:
     advantages, returns = zeros(*mask.shape), discounted_returns(rewards, mask)
     tokens = [steps(mask, b) for b in range(len(mask))]
-    judged = [b for b in range(len(mask)) if tokens[b] and all(math.isfinite(returns[b, t]) for t in tokens[b])]
+    scored = [b for b in range(len(mask)) if tokens[b] and all(math.isfinite(returns[b, t]) for t in tokens[b])]
     norms: dict[int, list[float]] = {}  # of each row, the score norm gathered up to each of its tokens
-    for b in judged:
+    for b in scored:
         gathered = 0.0
         norms[b] = []
         for t in tokens[b]:
             rho = 1.0 if rollout_weights is None else rollout_weights[b, t].item()
             gathered += rho**2 * (1 - 2 * math.exp(old_logprobs[b, t].item()) + sum_pi_squared[b, t].item())
             norms[b].append(gathered)
-    for b in judged:
-        group = [j for j in judged if group_ids[j] == group_ids[b]]
+    for b in scored:
+        group = [j for j in scored if group_ids[j] == group_ids[b]]
         for n, t in enumerate(tokens[b]):
             left = [j for j in group if len(tokens[j]) > n]  # those that still have a token
             baseline = sum(norms[j][n] * returns[j, tokens[j][n]].item() for j in left)

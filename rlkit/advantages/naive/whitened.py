@@ -29,11 +29,11 @@ def reinforce_plus_plus_advantages(
     global_sum: GlobalSum = one_rank,
 ) -> Tensor:
     returns = discounted_returns(rewards, mask, gamma)
-    judged = mask.clone()
+    scored = mask.clone()
     for b in range(len(mask)):
         if any(not math.isfinite(returns[b, t].item()) for t in steps(mask, b)):
-            judged[b] = False
-    return masked_whiten(returns, judged, eps, global_sum)
+            scored[b] = False
+    return masked_whiten(returns, scored, eps, global_sum)
 
 
 def reinforce_plus_plus_baseline_advantages(
@@ -60,24 +60,24 @@ def gdpo_advantages(
     for k in range(rewards.shape[1]):
         weight = 1.0 if weights is None else weights[k]
         total = total + weight * grpo_advantages(rewards[:, k], group_ids, eps)
-    judged = torch.tensor([row.isfinite().any() for row in rewards])
-    return _whiten_samples(total, judged, lengths, 1e-8, global_sum)
+    scored = torch.tensor([row.isfinite().any() for row in rewards])
+    return _whiten_samples(total, scored, lengths, 1e-8, global_sum)
 
 
 def lite_ppo_advantages(
     rewards: Tensor, group_ids: Tensor, eps: float = 1e-6, global_sum: GlobalSum = one_rank
 ) -> Tensor:
-    known = [rewards[i].double() for i in range(len(rewards)) if math.isfinite(rewards[i].item())]
-    _, var = _moments(known, global_sum)
+    r = [rewards[i].double() for i in range(len(rewards)) if math.isfinite(rewards[i].item())]
+    _, var = _moments(r, global_sum)
     centred = dr_grpo_advantages(rewards, group_ids)
     return centred / (var**0.5 + eps) if var > 0 else 0 * centred
 
 
-def _whiten_samples(x: Tensor, judged: Tensor, lengths: Tensor | None, eps: float, global_sum: GlobalSum) -> Tensor:
+def _whiten_samples(x: Tensor, scored: Tensor, lengths: Tensor | None, eps: float, global_sum: GlobalSum) -> Tensor:
     """Each sample counts once, or as often as it has tokens."""
     out, counted = zeros(len(x)), []
     for i in range(len(x)):
-        if judged[i]:
+        if scored[i]:
             counted += [i] * (1 if lengths is None else int(lengths[i]))
     for i, white in zip(counted, _whiten([x[i] for i in counted], eps, global_sum), strict=True):
         out[i] = white
