@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Expansion, Sample
+from rlkit.data.placeholders import Expansion
+from rlkit.data.samples import Sample
 
 FORMAT = "rlkit rollouts 1"
 SAMPLE_FACTS = ("group_id", "number", "text", "finish_reason", "version")

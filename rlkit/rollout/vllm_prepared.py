@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlkit.data.samples import Expansion, Sample, expand_placeholders, expanded_lengths
+from rlkit.data.placeholders import Expansion, expand_placeholders, expanded_lengths
+from rlkit.data.samples import Sample
 from rlkit.vlm.inputs import PIXEL_KEYS
 from rlkit.vlm.processors import placeholder_id
 
@@ -68,7 +69,7 @@ def has_prepared(request: Sample) -> bool:
 
 
 def prepared_prompt(request: Sample, processor: Any, model_config: Any) -> Any:
-    """vLLM's input for a prompt: the expanded track, and the tensors, place and hash of each image and video.
+    """vLLM's input for a prompt: its `token_ids`, and the tensors, place and hash of each image and video.
 
     Args:
         request: a sample for which `has_prepared` is True.
@@ -143,7 +144,7 @@ def _fields(vision: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _places(request: Sample, processor: Any, kind: str) -> list[Any]:
-    """The tokens of each image or video in the expanded track, and which of them features replace."""
+    """The tokens of each image or video in `token_ids`, and which of them features replace."""
     from vllm.multimodal.inputs import PlaceholderRange
 
     token = placeholder_id(processor, kind)

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rlkit.data.samples import Audio, Expansion, Sample, Video, expand_placeholders
+from rlkit.data.media import Audio, Video
+from rlkit.data.placeholders import Expansion, expand_placeholders
+from rlkit.data.samples import Sample
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.families import has_bidirectional_images
@@ -30,9 +32,9 @@ MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GP
 
 
 def vllm_prompt(request: Sample, processor: Any) -> dict[str, Any]:
-    """vLLM's prompt: the compact token track, with one placeholder for each image, video and audio, and these media.
+    """vLLM's prompt: `compact_ids`, with one placeholder for each image, video and audio, and these media.
 
-    vLLM expands placeholders itself, so it must not be given the expanded track. The sound of videos is among the
+    vLLM expands placeholders itself, so it must not be given `token_ids`. The sound of videos is among the
     audios of a model with audio input; other models do not hear it.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.compact_ids)}

@@ -18,7 +18,7 @@ ONEVISION, VIDEO_LLAMA = "LlavaOnevisionProcessor", "VideoLlama3Processor"
 FRAMES_NOT_COUNTED = frozenset({ONEVISION, "LlavaNextVideoProcessor"})  # these do not say how many frames a video has
 # these repeat a placeholder and report no replacements of text; a video may have sound
 OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
-# processors whose audios are tested: both tracks, position ids, training and sampling
+# processors whose audios are tested: tokens, position ids, training and sampling
 AUDIO_PROCESSORS = OMNI_PROCESSORS | {GEMMA3N, "Gemma4Processor", "Gemma4UnifiedProcessor"}
 GLM_PROCESSORS = frozenset({"Glm4vProcessor", "Glm46VProcessor"})  # of GLM-4.1V, 4.5V, 4.6V and OCR
 # processors without a token for a video, which write its frames as images
@@ -59,7 +59,7 @@ def placeholder_id(processor: Any, kind: str) -> Any:
 
 
 def feature_id(processor: Any) -> Any:
-    """The token that the expanded track has for each feature of an image; None if the processor has none.
+    """The token that `Sample.token_ids` has for each feature of an image; None if the processor has none.
 
     In Gemma 3 and Llama 4 it is not the token that stands for an image in a prompt.
     """

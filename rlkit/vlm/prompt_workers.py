@@ -28,7 +28,8 @@ import torch
 from PIL import Image
 from torch import Tensor, multiprocessing
 
-from rlkit.data.samples import Row, Sample, Video
+from rlkit.data.media import Video
+from rlkit.data.samples import Row, Sample
 from rlkit.vlm.prompts import encode_prompt
 
 EXIT_SECONDS = 10.0  # from the end of a worker's pipe to its exit
