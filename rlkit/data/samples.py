@@ -28,21 +28,6 @@ Row = Mapping[str, Any]
 Reward = Callable[[str, Row], float | None]
 """A reward function: (response, row) -> reward; None means that the response could not be scored."""
 
-THINKING_TAGS = ("<think>", "</think>")
-"""What begins and ends the thinking in an answer, unless the row has other `thinking_tags`."""
-
-
-def thinking_tags_of(row: Row) -> tuple[str, str]:
-    """What begins and ends the thinking in answers to a row: its `thinking_tags`, or `THINKING_TAGS`.
-
-    Raises:
-        ValueError: not two different texts.
-    """
-    tags = row.get("thinking_tags") or THINKING_TAGS
-    if len(tags) != 2 or not all(isinstance(tag, str) and tag.strip() for tag in tags) or tags[0] == tags[1]:
-        raise ValueError(f"thinking_tags: expected two different texts, got {tags!r}")
-    return tags[0], tags[1]
-
 
 @dataclass(frozen=True, eq=False)
 class Sample:

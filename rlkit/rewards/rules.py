@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.lookup import requires_extra
-from rlkit.data.samples import THINKING_TAGS, Reward, Row, thinking_tags_of
+from rlkit.data.samples import Reward, Row
+from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
 
 # --- the form of an answer
 

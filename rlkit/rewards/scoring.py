@@ -18,7 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Reward, Row, Sample, thinking_tags_of
+from rlkit.data.samples import Reward, Row, Sample
+from rlkit.data.thinking_tags import thinking_tags_of
 from rlkit.data.user_code import Failures
 from rlkit.rewards.rules import split_thinking
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlkit.data.samples import THINKING_TAGS
+from rlkit.data.thinking_tags import THINKING_TAGS
 from rlkit.vlm.families import REFUSED_VISION_FAMILIES
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
