@@ -145,8 +145,8 @@ def _placeholders(
     """
     token_of = {kind: placeholder_id(processor, kind) for kind, given in media.items() if given}
     found = expansions_by_kind(processor, text, processed.token_ids, processed.replacements, token_of)
-    placeholders = {token_of[kind]: of_kind for kind, of_kind in found.items()}
-    has_all = all(len(of_kind) == len(media[kind]) for kind, of_kind in found.items())
+    placeholders = {token_of[kind]: kind_expansions for kind, kind_expansions in found.items()}
+    has_all = all(len(kind_expansions) == len(media[kind]) for kind, kind_expansions in found.items())
     if not has_all or expand_placeholders(compact, placeholders) != processed.token_ids:
         family, kinds = type(processor).__name__, " and ".join(f"{kind}s" for kind in found)
         source = "runs of its placeholder" if family in OMNI_PROCESSORS else "text_replacement_offsets"
@@ -226,8 +226,8 @@ def _encode_frames(
         media: kind -> images, videos or audios.
         arguments: of the processor, those of its image processor among them.
     """
-    of_videos = {name: x for name, x in arguments.items() if name != "images"}
-    texts, vision = images_and_frames(processor, text, media["image"], of_videos)
+    image_options = {name: x for name, x in arguments.items() if name != "images"}
+    texts, vision = images_and_frames(processor, text, media["image"], image_options)
     text = text_with_frames(processor, text, iter(media["video"]))
     (expanded,), (replacements,) = processor.get_text_with_replacements([text], images_replacements=texts)
     compact, ids = (processor.tokenizer(one, add_special_tokens=False)["input_ids"] for one in (text, expanded))

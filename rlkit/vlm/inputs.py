@@ -95,8 +95,8 @@ def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -
         tokens = grids.prod(1) // spec.merge_size**2
         starts.append(placeholders.nonzero()[:, 0][tokens.cumsum(0) - tokens])
     order, grids = torch.cat(starts).argsort(), torch.cat([images, frames])
-    of_both = [one[PIXEL_KEYS[kind]] for kind in ("image", "video") if PIXEL_KEYS[kind] in one]
-    pixels = torch.cat(of_both).split(grids.prod(1).tolist())
+    both_pixels = [one[PIXEL_KEYS[kind]] for kind in ("image", "video") if PIXEL_KEYS[kind] in one]
+    pixels = torch.cat(both_pixels).split(grids.prod(1).tolist())
     return {PIXEL_KEYS["image"]: torch.cat([pixels[i] for i in order]), "image_grid_thw": grids[order]}
 
 

@@ -268,8 +268,8 @@ def _font(path: str, video_config: Mapping[str, Any]) -> str | None:
 def decode(processor: Any, token_ids: Sequence[int], thinking_tags: Sequence[str] = THINKING_TAGS) -> str:
     """The text of tokens, without special tokens other than those of the tags around thinking."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    of_tags = {i for tag in thinking_tags for i in tokenizer(tag, add_special_tokens=False)["input_ids"]}
-    kept = {i for i in of_tags.intersection(token_ids) if not tokenizer.decode([i], skip_special_tokens=True)}
+    tag_ids = {i for tag in thinking_tags for i in tokenizer(tag, add_special_tokens=False)["input_ids"]}
+    kept = {i for i in tag_ids.intersection(token_ids) if not tokenizer.decode([i], skip_special_tokens=True)}
     if not kept:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
     dropped = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - kept
