@@ -10,6 +10,7 @@ takes to write. Requests, weights (over gloo), bookkeeping and their threads are
 
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from rlkit.data import load_task
 from rlkit.data.samples import prompt_sample
-from rlkit.rollout import AsyncSampler, Sampling, make_rollout
+from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.vllm_requests import request_seed
 from rlkit.vlm import build_tiny, load_processor
 
@@ -43,11 +44,14 @@ def train_steps(rollout, max_staleness):
     """What a recipe does, and what came of it: for each step the answers and how old they were."""
     prompts = [[prompt_sample([20 + step, i], group_id=2 * step + i) for i in range(2)] for step in range(STEPS)]
     requests = [(two, Sampling(TOKENS, seed=(step,))) for step, two in enumerate(prompts)]
-    sampler, came = AsyncSampler(rollout, requests, n=GROUP, max_staleness=max_staleness), []
-    for samples in sampler:
+    ahead, came = max_staleness + 1, []
+    requested = deque(rollout.submit(*one, GROUP) for one in requests[:ahead])
+    for step in range(STEPS):
+        samples = requested.popleft().result()
         came.append(([s.response_ids for s in samples], max(rollout.version - s.version for s in samples)))
         time.sleep(TOKENS * LATENCY)
-        sampler.update_weights(iter(WEIGHTS))
+        rollout.update_weights(iter(WEIGHTS))
+        requested.extend(rollout.submit(*one, GROUP) for one in requests[step + ahead :][:1])
     seeds = [[request_seed(how.seed, one) + i for one in two for i in range(GROUP)] for two, how in requests]
     expected = [[written(seed, TOKENS) for seed in batch] for batch in seeds]
     assert [answers for answers, _ in came] == expected  # nothing lost, nothing twice, in order

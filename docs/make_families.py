@@ -32,7 +32,7 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
         (EVERY, "test_a_blank_image_changes_no_number", "family"),
         ("engines/test_dummy_images.py", "test_a_dummy_image_changes_no_output_and_goes_through_the_tower", "family"),
     ],
-    "processor": [(EVERY, "test_both_tracks_are_the_processors_own", "family")],
+    "processor": [(EVERY, "test_tokens_are_the_processors_own", "family")],
     "videos": [(EVERY, "test_gradients_of_packed_videos_are_those_of_transformers", "family")],
     "audio": [(EVERY, "test_gradients_of_packed_audios_are_those_of_transformers", "family")],
     "freeze": [(EVERY, "test_frozen_parameters_do_not_move", "family")],

@@ -20,7 +20,7 @@ from PIL import Image
 
 import rlkit.report
 from rlkit.data import prompt_sample
-from rlkit.data.samples import Audio
+from rlkit.data.media import Audio
 from rlkit.engines.distributed import init_distributed
 from rlkit.report import answers as kept
 from rlkit.report import curves, prompt_record, write_page, write_report

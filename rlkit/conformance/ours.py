@@ -47,6 +47,6 @@ class Trainer:
 
     def accumulated_gradient(self, weight: Tensor, features: Tensor, mask: Tensor, micro_batches: int) -> Tensor:
         weight.requires_grad_()
-        for part, of_part in zip(features.chunk(micro_batches), mask.chunk(micro_batches), strict=True):
-            losses.token_mean(part @ weight, of_part, total=int(mask.sum())).backward()
+        for part, part_mask in zip(features.chunk(micro_batches), mask.chunk(micro_batches), strict=True):
+            losses.token_mean(part @ weight, part_mask, total=int(mask.sum())).backward()
         return torch.zeros_like(weight) if weight.grad is None else weight.grad

@@ -57,8 +57,8 @@ def as_markdown(findings: dict[str, Sequence[Finding]]) -> str:
     rows = []
     for i, one in enumerate(CHECKS):
         cells = []
-        for name, of_trainer in findings.items():
-            found = of_trainer[i]
+        for name, trainer_findings in findings.items():
+            found = trainer_findings[i]
             if found.verdict in (CHOICE, BUG, ERROR):
                 notes.append(f"{len(notes) + 1}. **{name}**, {one.name}: {found.text}.")
                 cells.append(f"{found.verdict} ({len(notes)})")

@@ -26,7 +26,7 @@ def fingerprint(parts: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def fingerprint_of_table(table: Any) -> str:
+def table_fingerprint(table: Any) -> str:
     """`fingerprint` of the rows of a list or a datasets.Dataset. The media of a Dataset are not read, only their names.
 
     Linear time: 1M rows of a question, an answer and an image took a slow core 4 s in a list, and 1.5 s in a Dataset.

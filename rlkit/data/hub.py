@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.fingerprints import fingerprint_of_table
+from rlkit.data.fingerprints import table_fingerprint
 from rlkit.data.lookup import check_source, requires_extra
 from rlkit.data.samples import Row
 from rlkit.data.tables import TEXT_SUFFIXES, Rows, read_table, without_decoding
@@ -67,7 +67,7 @@ def map_table(table: Any, make: Callable[[Row], Row], where: str) -> Rows:
     def row(i: int) -> Row:
         return {**make(table[i]), "where": f"{where} row {i + 1}"}
 
-    return Rows(row, np.arange(len(table)), contents=cache(partial(fingerprint_of_table, table)))
+    return Rows(row, np.arange(len(table)), table_fingerprint=cache(partial(table_fingerprint, table)))
 
 
 def open_stream(source: str, split: str, subset: str | None = None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit.data.fingerprints import fingerprint_of_table
+from rlkit.data.fingerprints import table_fingerprint
 from rlkit.data.formats import (
     ANSWER_COLUMNS,
     CHAT_COLUMNS,
@@ -37,7 +37,6 @@ from rlkit.data.tables import (
     read_table,
     resolve_image_path,
     resolve_video_path,
-    sources_of,
     split_heldout,
     without_filled_nulls,
     without_repeats,
@@ -222,7 +221,8 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
         return {**read, "images": images, **more}
 
     files = [file] if file.suffix in FILE_SUFFIXES else ()
-    rows = Rows(row, np.arange(len(table)), files=files, contents=cache(partial(fingerprint_of_table, table)))
+    read_all = cache(partial(table_fingerprint, table))
+    rows = Rows(row, np.arange(len(table)), files=files, table_fingerprint=read_all)
     first = [rows[i] for i in range(min(20, len(rows)))]
     if first and all("unreadable" in one for one in first):
         raise ValueError(f"{first[0]['where']}: {first[0]['unreadable']}")
@@ -302,15 +302,15 @@ def _share(heldout: str, splits: Collection[str]) -> float:
 
 def _split_by_share(rows: Sequence[Row], share: float) -> tuple[Rows, Rows]:
     """Splits rows into (training, held-out), see `with_heldout`."""
-    sources = sources_of(rows)
-    place_of_source = np.argsort(np.random.default_rng(HELD_OUT_SEED).permutation(len(set(sources))))
+    unique_sources, sources = np.unique(as_rows(rows).source_ids, return_inverse=True)
+    place_of_source = np.argsort(np.random.default_rng(HELD_OUT_SEED).permutation(len(unique_sources)))
     place = place_of_source[sources]
     order = np.argsort(place, kind="stable")  # shuffled, with rows of one source beside each other
     held = max(1, round(share * len(rows)))
     held = int((place <= place[order[held - 1]]).sum())  # all rows of the last source
     if held >= len(rows):
         raise ValueError(f"heldout: expected a share that leaves rows to train on, got {share} of {len(rows)}")
-    shuffled = as_rows(rows)[order.tolist()]
+    shuffled = as_rows(rows)[order]
     return shuffled[held:], without_repeats(shuffled[:held])
 
 
@@ -331,11 +331,11 @@ def _split_pairs(rows: Sequence[Row]) -> Rows:
     pairs = as_rows(rows)
 
     def row(i: int) -> Row:
-        pair, good = pairs.row(i // 2), i % 2 == 0
+        pair, good = pairs.read(i // 2), i % 2 == 0
         return {**pair, "completion": pair.get("chosen" if good else "rejected"), "label": good}
 
-    order = (2 * pairs.order[:, None] + [0, 1]).flatten()
-    return Rows(row, order, np.repeat(pairs.sources, 2), pairs.files, pairs.contents)
+    numbers = (2 * pairs.numbers[:, None] + [0, 1]).flatten()
+    return Rows(row, numbers, np.repeat(pairs.source_ids, 2), pairs.files, pairs.table_fingerprint)
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
@@ -343,7 +343,7 @@ def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
     table = as_rows(rows)
 
     def row(i: int) -> Row:
-        right = table.row(i)
+        right = table.read(i)
         if "chosen" in right:
             return _read(PAIRS, right)
         others = np.random.default_rng((HELD_OUT_SEED, i)).permutation(len(rows))[:100]
@@ -351,4 +351,4 @@ def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
         wrong = next((answer for answer in answers if answer is not None and str(answer) != str(right["answer"])), None)
         return _read(PAIRS, {**right, "chosen": right["answer"], "rejected": wrong})
 
-    return Rows(row, table.order, table.sources, table.files, table.contents)
+    return table.with_read(row)

@@ -218,8 +218,8 @@ def _read_call(call: Any, name: str) -> Mapping[str, Any]:
     arguments = from_json(function.get("arguments"))
     if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
         raise ValueError(f"{name}: expected a function's name and its arguments, got {_short(call)}")
-    of_call = {} if call.get("id") is None else {"id": call["id"]}
-    return {**of_call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    call_id = {} if call.get("id") is None else {"id": call["id"]}
+    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def place_media(

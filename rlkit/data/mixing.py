@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows, as_rows, concatenated_sources, fingerprint_of_tables, sources_of
+from rlkit.data.tables import Rows, as_rows, stack_tables
 from rlkit.data.tasks import Task
 
 
@@ -41,40 +40,19 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
     if len(shares) != len(tasks) or not all(math.isfinite(share) and share > 0 for share in shares):
         raise ValueError(f"weights: expected {len(tasks)} numbers above 0, got {shares}")
     longest = max(size / share for size, share in zip(sizes, shares, strict=True))
-    places = [np.arange(round(longest * share)) % size for size, share in zip(sizes, shares, strict=True)]
-    first = np.cumsum([0, *sizes])  # number of each task's first source
-    sources = [sources_of(task.train)[rows] + n for task, rows, n in zip(tasks, places, first, strict=False)]
-    tables = [as_rows(task.train) for task in tasks]
-    start = np.cumsum([0, *(table.order.max() + 1 for table in tables)])  # number of each task's first row
-    order = [table.order[rows] + n for table, rows, n in zip(tables, places, start, strict=False)]
-
-    files = {file for table in tables for file in table.files}
-
-    def train(i: int) -> Row:
-        which = int(np.searchsorted(start, i, side="right")) - 1
-        return {**tables[which].row(i - int(start[which])), "task": tasks[which].name}
-
-    held_tables = [task.heldout for task in tasks]
-    heldout_rows = [(task, i) for task in tasks for i in range(len(task.heldout))]
-
-    def heldout(i: int) -> Row:
-        task, row = heldout_rows[i]
-        return {**task.heldout[row], "task": task.name}
-
+    indices = [np.arange(round(longest * share)) % size for size, share in zip(sizes, shares, strict=True)]
     rewards = {task.name: task.reward for task in tasks}
     return Task(
         "+".join(names),
-        train=Rows(
-            train, np.concatenate(order), np.concatenate(sources), files, partial(fingerprint_of_tables, tables)
-        ),
-        heldout=Rows(
-            heldout,
-            np.arange(len(heldout_rows)),
-            concatenated_sources(held_tables),
-            contents=partial(fingerprint_of_tables, held_tables),
-        ),
+        train=stack_tables([_with_task_name(task, task.train)[i] for task, i in zip(tasks, indices, strict=True)]),
+        heldout=stack_tables([_with_task_name(task, task.heldout) for task in tasks]),
         reward=lambda text, row: rewards[row["task"]](text, row),
     )
+
+
+def _with_task_name(task: Task, rows: Sequence[Row]) -> Rows:
+    table = as_rows(rows)
+    return table.with_read(lambda number: {**table.read(number), "task": task.name})
 
 
 def sort_by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Sequence[Row]:
@@ -91,7 +69,7 @@ def sort_by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) 
     if np.isnan(keys).any():
         raise ValueError(f"difficulty: expected a number, got nan in row {int(np.isnan(keys).argmax())}")
     order = keys.argsort(kind="stable")
-    return as_rows(rows)[order.tolist()]
+    return as_rows(rows)[order]
 
 
 def easiest_rows(rows: Sequence[Row], share: float) -> Sequence[Row]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlkit.data.messages import Message, parts_of, prompt_of
-from rlkit.data.samples import Row, thinking_tags_of
+from rlkit.data.samples import Row
 from rlkit.data.tasks import Task, map_rows
+from rlkit.data.thinking_tags import thinking_tags_of
 
 PLACE = "{question}"
 

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.lookup import requires_extra
-from rlkit.data.samples import Row, thinking_tags_of
+from rlkit.data.samples import Row
 from rlkit.data.tables import Rows
 from rlkit.data.tasks import Task
+from rlkit.data.thinking_tags import thinking_tags_of
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Put your final answer between <answer> and </answer>."

@@ -1,9 +1,11 @@
 """`Sample`: one sequence, as it is sampled. `Batch`: rows of tensors, as they are trained on.
 
-A `Sample` has two token tracks. The **expanded** track (`token_ids`) is the input of the model's forward, with one
-placeholder token per image feature. The **compact** track (`compact_ids`) has one placeholder per image, and is the
-input of samplers with an image processor of their own (vLLM). `collate` checks that the two agree. A prompt is a sample
-whose mask is all False; sampling appends tokens to it. Text that was sampled is never tokenized again.
+A prompt is a sample whose mask is all False; sampling appends tokens to it. Text that was sampled is never tokenized
+again. `collate` makes a batch of samples.
+
+With images, a `Sample` has its tokens twice. `token_ids` has one placeholder token per image feature, as the model's
+forward expects. `compact_ids` has one placeholder per image, as samplers with an image processor of their own (vLLM)
+expect. `collate` checks that the two agree, see rlkit.data.placeholders.
 """
 
 from __future__ import annotations
@@ -11,21 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-AUDIO_FEATURES = "input_features"
-"""The vision tensor of audios: log-mel spectra, or the waveform in pieces. It has one row for each audio."""
-
-AUDIO_MASKS = {"feature_attention_mask": 2, "input_features_mask": 1}
-"""Names that families have for the mask of audio frames [audios, frames] -> the dimension of frames in the features."""
-
-FRAME_COUNTS = "num_frames_per_video"
-"""The vision tensor with the number of frames of each video, in Gemma 4 and LLaVA-OneVision."""
+from rlkit.data.media import Audio, Video
+from rlkit.data.placeholders import Expansion, expand_placeholders
+from rlkit.data.vision_tensors import concatenate_vision
 
 Row = Mapping[str, Any]
 """A row of a task; see `rlkit.data.tasks`."""
@@ -33,85 +28,19 @@ Row = Mapping[str, Any]
 Reward = Callable[[str, Row], float | None]
 """A reward function: (response, row) -> reward; None means that the response could not be scored."""
 
-THINKING_TAGS = ("<think>", "</think>")
-"""What begins and ends the thinking in an answer, unless the row has other `thinking_tags`."""
-
-
-def thinking_tags_of(row: Row) -> tuple[str, str]:
-    """What begins and ends the thinking in answers to a row: its `thinking_tags`, or `THINKING_TAGS`.
-
-    Raises:
-        ValueError: not two different texts.
-    """
-    tags = row.get("thinking_tags") or THINKING_TAGS
-    if len(tags) != 2 or not all(isinstance(tag, str) and tag.strip() for tag in tags) or tags[0] == tags[1]:
-        raise ValueError(f"thinking_tags: expected two different texts, got {tags!r}")
-    return tags[0], tags[1]
-
-
-class Expansion(NamedTuple):
-    """The expanded tokens of an image or video that are not just its placeholder repeated: with brackets, rows, times.
-
-    Attributes:
-        tokens: the tokens in the expanded track.
-        before, after: how many compact tokens before and after the placeholder they replace as well, because the
-            tokenizer merges what the processor inserts with the text beside it (Gemma3's line ends).
-    """
-
-    tokens: Sequence[int]
-    before: int = 0
-    after: int = 0
-
-
-class Audio(NamedTuple):
-    """Sound of one channel, as the input of a model.
-
-    Attributes:
-        samples: float32 [samples], from -1 to 1.
-        rate: samples per second.
-    """
-
-    samples: np.ndarray
-    rate: int
-
-
-class Video(NamedTuple):
-    """The frames of a video that a model sees, at equal distances in time.
-
-    Attributes:
-        frames: uint8 [frames, height, width, 3].
-        fps: number of these frames per second of the video; frame i was taken at i / fps seconds.
-        sound: of the video, if the model is to hear it.
-    """
-
-    frames: np.ndarray
-    fps: float
-    sound: Audio | None = None
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """The video's `VideoMetadata` of transformers, which also vLLM takes: all frames are used, in this order."""
-        count = len(self.frames)
-        return {
-            "total_num_frames": count,
-            "fps": self.fps,
-            "duration": count / self.fps,
-            "frames_indices": list(range(count)),
-        }
-
 
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One sequence: a prompt, and what has been sampled after it.
 
     Attributes:
-        token_ids: expanded track, prompt and response.
-        compact_ids: compact track, with one placeholder token per image, video or audio.
+        token_ids: prompt and response, with one placeholder token per feature of an image, video or audio.
+        compact_ids: the same tokens with one placeholder token per image, video or audio.
         mask: for each of `token_ids`, whether the policy wrote it.
         logprobs: the sampler's log-probability of each of `token_ids`; 0 where `mask` is False.
-        vision: the processor's output for this sample's media (`pixel_values`, `input_features`, ...).
+        vision: the processor's tensors of this sample's media (`pixel_values`, `input_features`, ...).
         placeholders: placeholder token id -> for each image (or video, or audio), in order, the number of placeholders
-            in the expanded track, or the `Expansion` there.
+            in `token_ids`, or the `Expansion` there.
         images: the decoded images, for samplers with an image processor of their own.
         videos, audios: the decoded videos and audios, likewise.
         row: the data row of the prompt; reward functions read it.
@@ -153,11 +82,10 @@ class Sample:
 
 
 def prompt_sample(token_ids: Sequence[int], compact_ids: Sequence[int] | None = None, **facts: Any) -> Sample:
-    """A sample without a response. Without images `compact_ids` may be left out, as the two tracks are equal.
+    """A sample without a response.
 
     Args:
-        token_ids: expanded track.
-        compact_ids: compact track.
+        token_ids, compact_ids: as in `Sample`. Without images they are equal, and `compact_ids` may be left out.
         facts: further attributes of `Sample`.
     """
     ids = list(token_ids)
@@ -166,7 +94,7 @@ def prompt_sample(token_ids: Sequence[int], compact_ids: Sequence[int] | None = 
 
 
 def append_response(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], **facts: Any) -> Sample:
-    """Appends sampled tokens to both tracks.
+    """Appends sampled tokens to both `token_ids` and `compact_ids`.
 
     Args:
         sample: a prompt, or a sample to continue.
@@ -194,66 +122,8 @@ def append_response(sample: Sample, token_ids: Sequence[int], logprobs: Sequence
     )
 
 
-def pad_images(pixels: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors [images, ...], padded with zeros at the end of all dimensions but the first to the largest of each.
-
-    Processors that report `image_sizes` pad the images of a batch like this: Mistral 3 in height and width, [images,
-    channels, height, width]; LLaVA-NeXT and LLaVA-OneVision in the number of tiles, [images, tiles, channels, ...].
-    """
-    largest = [max(sizes) for sizes in zip(*(x.shape for x in pixels), strict=True)]
-    return [F.pad(x, [n for dim in range(x.ndim - 1, 0, -1) for n in (0, largest[dim] - x.shape[dim])]) for x in pixels]
-
-
-def pad_for_concatenation(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
-    """Pads images and audios of several sizes with zeros, as the processors pad those of a batch.
-
-    These are the images of processors that report `image_sizes`, videos of LLaVA-OneVision, [videos, frames, ...], and
-    features of audios with their mask.
-
-    Args:
-        tensors: vision tensors by name, one for each sample.
-    """
-    padded = dict(tensors)
-    if "image_sizes" in padded:
-        padded["pixel_values"] = pad_images(padded["pixel_values"])
-    if all(x.ndim == 5 for x in padded.get("pixel_values_videos", ())) and FRAME_COUNTS in padded:
-        padded["pixel_values_videos"] = pad_images(padded["pixel_values_videos"])
-    for name, dim in audio_frame_dimensions(padded).items():
-        longest = max(x.shape[dim] for x in padded[name])
-        padded[name] = [F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, longest - x.shape[dim]]) for x in padded[name]]
-    return padded
-
-
-def audio_frame_dimensions(names: Iterable[str]) -> dict[str, int]:
-    """The dimension of the frames in each tensor of audios among vision tensors of these names; {} without audios."""
-    found: dict[str, int] = {}
-    for mask in AUDIO_MASKS.keys() & set(names):
-        found |= {AUDIO_FEATURES: AUDIO_MASKS[mask], mask: 1}
-    return found
-
-
-def concatenation_dimension(name: str, tensors: Mapping[str, Tensor], *, of_one_sample: bool = False) -> int:
-    """The dimension along which the vision tensors of this name are concatenated: 0, with two exceptions.
-
-    The pixels of MiniCPM-V 4.6, whose processor reports `target_sizes`, are concatenated along the last one, and so are
-    those of its videos: [1, channels, patch side, patches * patch side]. In SmolVLM and Idefics3 the images of one
-    sample are concatenated along the dimension of the images, 1: the pixels are [1, images, channels, height, width].
-    Where a processor reports `image_sizes`, pixels of as many dimensions are [images, tiles, channels, height, width].
-
-    Args:
-        name: of the tensors to concatenate.
-        tensors: the vision tensors of a sample by name.
-        of_one_sample: whether the images of one sample are concatenated, and not those of several samples.
-    """
-    pixels = tensors.get("pixel_values")
-    if of_one_sample and pixels is not None and pixels.ndim == 5 and "image_sizes" not in tensors:
-        return 1
-    sizes = {"pixel_values": "target_sizes", "pixel_values_videos": "target_sizes_videos"}
-    return -1 if sizes.get(name) in tensors else 0
-
-
 def append_observation(sample: Sample, observation: Sample) -> Sample:
-    """Appends an environment's observation to both tracks; its tokens are not in the mask.
+    """Appends an environment's observation, text and images; its tokens are not in the mask.
 
     Args:
         sample: the sample so far.
@@ -262,14 +132,7 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
     both = (sample, observation)
     vision, placeholders = sample.vision, sample.placeholders
     if observation.vision:  # otherwise keep the same object: responses to a prompt share its images
-        names = {**sample.vision, **observation.vision}
-        tensors: Mapping[str, Sequence[Tensor]]
-        tensors = {name: [one.vision[name] for one in both if name in one.vision] for name in names}
-        tensors = pad_for_concatenation(tensors)
-        vision = {
-            name: torch.cat(list(parts), concatenation_dimension(name, names, of_one_sample=True))
-            for name, parts in tensors.items()
-        }
+        vision = concatenate_vision([sample.vision, observation.vision], within_sample=True)
         kinds = {**sample.placeholders, **observation.placeholders}
         placeholders = {kind: [count for one in both for count in one.placeholders.get(kind, ())] for kind in kinds}
     return replace(
@@ -286,46 +149,8 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
     )
 
 
-def expand_placeholders(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int | Expansion]]) -> list[int]:
-    """Compact track -> expanded track: replaces the placeholder of each image with the image's tokens.
-
-    Args:
-        compact_ids: tokens with one placeholder per image.
-        placeholders: as in `Sample`.
-    """
-    ids = np.asarray(compact_ids, dtype=np.int64)
-    repeats = expanded_lengths(compact_ids, placeholders)
-    expanded, first = ids.repeat(repeats), repeats.cumsum() - repeats
-    for token, images in placeholders.items():
-        for place, image in zip(np.flatnonzero(ids == token), images, strict=True):
-            if isinstance(image, Expansion):
-                expanded[first[place] : first[place] + len(image.tokens)] = image.tokens
-    return expanded.tolist()
-
-
-def expanded_lengths(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int | Expansion]]) -> np.ndarray:
-    """The number of expanded tokens for each compact token; their sum is the length of the expanded track.
-
-    Raises:
-        ValueError: the number of placeholders is not the number of images.
-    """
-    ids = np.asarray(compact_ids, dtype=np.int64)
-    repeats = np.ones_like(ids)
-    for token, images in placeholders.items():
-        at = np.flatnonzero(ids == token)
-        if len(at) != len(images):
-            raise ValueError(f"compact_ids: expected {len(images)} placeholders of token {token}, got {len(at)}")
-        for place, image in zip(at, images, strict=True):
-            if isinstance(image, Expansion):
-                repeats[place - image.before : place + image.after + 1] = 0
-                repeats[place] = len(image.tokens)
-            else:
-                repeats[place] = image
-    return repeats
-
-
-def check_tracks(sample: Sample) -> None:
-    """Raise a ValueError unless both tracks, the mask and the logprobs of a sample fit together."""
+def check_sample(sample: Sample) -> None:
+    """Raise a ValueError unless the tokens, expanded and compact, mask and logprobs of a sample fit together."""
     name_of_sample = f"sample of group {sample.group_id}"
     n = len(sample.token_ids)
     for name in ("mask", "logprobs"):
@@ -473,10 +298,10 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, **fields: Tenso
         fields: further tensors of the batch, [B] or [B, T].
 
     Raises:
-        ValueError: a sample whose tracks disagree, or a field of another shape.
+        ValueError: a sample whose `compact_ids` do not expand to its `token_ids`, or a field of another shape.
     """
     for sample in samples:
-        check_tracks(sample)
+        check_sample(sample)
     lengths = [len(sample.token_ids) for sample in samples]
     width = max(lengths, default=1)
 

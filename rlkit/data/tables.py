@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.fingerprints import fingerprint, fingerprint_of_table
+from rlkit.data.fingerprints import fingerprint, table_fingerprint
 from rlkit.data.lookup import requires_extra
 from rlkit.data.messages import bytes_or_path
 from rlkit.data.samples import Row
@@ -19,102 +19,115 @@ from rlkit.data.samples import Row
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
 TEXT_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv"})
 FILE_SUFFIXES = TEXT_SUFFIXES | {".parquet"}
-SEEN_ROWS = 100  # rows without `contents` that a fingerprint is made of
+SEEN_ROWS = 100  # so many rows are read for a fingerprint of rows without `table_fingerprint`
 LONGEST_CELL = 2**31 - 1  # characters in a cell of a csv file; Python's default is 131072
 
 
 class Rows(Sequence[Row]):
-    """Rows of a table in a given order, read on access.
+    """Rows of a table, read on access. `rows[i]` is a row; slices and lists of indices give `Rows` again.
 
     Args:
-        row: returns the row with a number.
-        order: int [n], the numbers of the rows; a row that is repeated has the same number each time.
-        sources: int [n]; rows that were made of the same one have the same number. By default all differ.
+        read: row number -> the row with this number in the table.
+        numbers: int [n], the row number of each of these rows. A row that is repeated has the same number each time.
+        source_ids: int [n]; rows that were made of the same row, such as both answers of a preference pair, have the
+            same id. By default all differ.
         files: that the rows were read from, where known.
-        contents: returns a fingerprint of all that `row` reads.
+        table_fingerprint: returns a fingerprint of all that `read` reads.
     """
 
     def __init__(
         self,
-        row: Callable[[int], Row],
-        order: np.ndarray,
-        sources: np.ndarray | None = None,
+        read: Callable[[int], Row],
+        numbers: np.ndarray,
+        source_ids: np.ndarray | None = None,
         files: Collection[Path] = (),
-        contents: Callable[[], str] | None = None,
+        table_fingerprint: Callable[[], str] | None = None,
     ) -> None:
-        self.row, self.order, self.files, self.contents = row, order, files, contents
-        self.sources = np.arange(len(order)) if sources is None else sources
+        self.read = read
+        self.numbers = numbers
+        self.source_ids = np.arange(len(numbers)) if source_ids is None else source_ids
+        self.files = files
+        self.table_fingerprint = table_fingerprint
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.numbers)
 
     def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice | list):
-            return Rows(self.row, self.order[i], self.sources[i], self.files, self.contents)
-        return self.row(int(self.order[i]))
+        if isinstance(i, slice | list | np.ndarray):
+            return Rows(self.read, self.numbers[i], self.source_ids[i], self.files, self.table_fingerprint)
+        return self.read(int(self.numbers[i]))
+
+    def with_read(self, read: Callable[[int], Row]) -> Rows:
+        """The same row numbers, read by another function; the fingerprint stays that of this table."""
+        return Rows(read, self.numbers, self.source_ids, self.files, self.table_fingerprint)
 
     def fingerprint(self) -> str:
         """Changes with the texts, numbers and paths of media in the rows, and with their order.
 
-        Without `contents`, as for rows that are computed when they are read, it is made of `SEEN_ROWS` of them.
+        Without `table_fingerprint`, as for rows that are computed when they are read, it is made of `SEEN_ROWS` rows.
         """
         some = np.linspace(0, len(self) - 1, min(len(self), SEEN_ROWS)).astype(int)
-        contents = self.contents() if self.contents else fingerprint_of_table([self[i] for i in some])
-        return fingerprint([contents, len(self), *self.order.tolist()])
+        contents = self.table_fingerprint() if self.table_fingerprint else table_fingerprint([self[i] for i in some])
+        return fingerprint([contents, len(self), *self.numbers.tolist()])
 
 
 def as_rows(rows: Sequence[Row]) -> Rows:
     """The same rows as `Rows`."""
     if isinstance(rows, Rows):
         return rows
-    contents = cache(partial(fingerprint_of_table, rows)) if isinstance(rows, list | tuple) else None
-    return Rows(lambda i: rows[i], np.arange(len(rows)), contents=contents)
+    read_all = cache(partial(table_fingerprint, rows)) if isinstance(rows, list | tuple) else None
+    return Rows(lambda number: rows[number], np.arange(len(rows)), table_fingerprint=read_all)
 
 
-def fingerprint_of_tables(tables: Sequence[Sequence[Row]]) -> str:
-    """One fingerprint of the rows of several tables, see `Rows.fingerprint`."""
-    return fingerprint(as_rows(table).fingerprint() for table in tables)
+def stack_tables(tables: Sequence[Rows]) -> Rows:
+    """The rows of several tables one after another. Rows of different tables have different numbers and source ids."""
+    first_numbers = _first_numbers([table.numbers for table in tables])
+    first_sources = _first_numbers([table.source_ids for table in tables])
+
+    def read(number: int) -> Row:
+        which = int(np.searchsorted(first_numbers, number, side="right")) - 1
+        return tables[which].read(number - int(first_numbers[which]))
+
+    return Rows(
+        read,
+        np.concatenate([table.numbers + first for table, first in zip(tables, first_numbers, strict=True)]),
+        np.concatenate([table.source_ids + first for table, first in zip(tables, first_sources, strict=True)]),
+        {file for table in tables for file in table.files},
+        lambda: fingerprint(table.fingerprint() for table in tables),
+    )
+
+
+def _first_numbers(numbers: Sequence[np.ndarray]) -> np.ndarray:
+    """What to add to the numbers of each table, so that those of different tables differ."""
+    return np.cumsum([0, *(own.max(initial=-1) + 1 for own in numbers)])[:-1]
 
 
 def without_repeats(rows: Sequence[Row]) -> Rows:
     """Each row once, where it is first."""
     rows = as_rows(rows)
-    return rows[np.sort(np.unique(rows.order, return_index=True)[1]).tolist()]
-
-
-def sources_of(rows: Sequence[Row]) -> np.ndarray:
-    """int [n], from 0 on: rows with the same number were made of the same row, as the two of a preference pair."""
-    return np.unique(as_rows(rows).sources, return_inverse=True)[1]
-
-
-def concatenated_sources(tables: Sequence[Sequence[Row]]) -> np.ndarray:
-    """The sources of the rows of several tables one after another; rows of different tables have different ones."""
-    first = np.cumsum([0, *(len(table) for table in tables)])
-    return np.concatenate([sources_of(table) + n for table, n in zip(tables, first, strict=False)])
+    return rows[_first_places(rows.numbers)]
 
 
 def concatenate(tables: Sequence[Sequence[Row]]) -> Rows:
     """The rows of several tables one after another, each once."""
-    once = [without_repeats(table) for table in tables]
-    places = [(table, i) for table in once for i in range(len(table))]
-    return Rows(
-        lambda n: places[n][0][places[n][1]],
-        np.arange(len(places)),
-        concatenated_sources(once),
-        contents=partial(fingerprint_of_tables, once),
-    )
+    return stack_tables([without_repeats(table) for table in tables])
 
 
 def first_of_sources(rows: Sequence[Row]) -> list[int]:
-    """The index of the first row of each source, such as a preference pair, in order."""
-    return np.sort(np.unique(as_rows(rows).sources, return_index=True)[1]).tolist()
+    """The index of the first of the rows that were made of each row, such as a preference pair, in order."""
+    return _first_places(as_rows(rows).source_ids).tolist()
+
+
+def _first_places(ids: np.ndarray) -> np.ndarray:
+    """The index of each different id where it is first, in order."""
+    return np.sort(np.unique(ids, return_index=True)[1])
 
 
 def split_heldout(rows: Rows) -> tuple[Rows, Rows]:
     """Splits rows into (training, held-out): a tenth is held out, at least 1 and at most 300; of a single row none."""
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))
     held = min(300, max(1, len(rows) // 10), max(0, len(rows) - 1))
-    return rows[order[held:].tolist()], rows[order[:held].tolist()]
+    return rows[order[held:]], rows[order[:held]]
 
 
 def read_table(path: Path) -> Any:

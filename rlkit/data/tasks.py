@@ -42,8 +42,8 @@ def map_rows(task: Task, change: Callable[[Row], Row]) -> Task:
     """The task with `change` applied to each row, on access."""
 
     def changed(rows: Sequence[Row]) -> Sequence[Row]:
-        old = as_rows(rows)
-        return Rows(lambda i: change(old.row(i)), old.order, old.sources, old.files, old.contents)
+        table = as_rows(rows)
+        return table.with_read(lambda number: change(table.read(number)))
 
     return map_tables(task, changed)
 

@@ -28,10 +28,10 @@ def assign_to_ranks(costs: Sequence[Sequence[int]]) -> list[list[int]]:
     Returns:
         For each rank the new ranks of its units.
     """
-    units = [(rank, unit) for rank, of_rank in enumerate(costs) for unit in range(len(of_rank))]
-    flat = [cost for of_rank in costs for cost in of_rank]
+    units = [(rank, unit) for rank, rank_costs in enumerate(costs) for unit in range(len(rank_costs))]
+    flat = [cost for rank_costs in costs for cost in rank_costs]
     parts = balanced_partitions(flat, len(costs))
-    new_ranks = [[rank] * len(of_rank) for rank, of_rank in enumerate(costs)]
+    new_ranks = [[rank] * len(rank_costs) for rank, rank_costs in enumerate(costs)]
     if max(sum(flat[i] for i in part) for part in parts) < max(map(sum, costs)):
         for new_rank, part in enumerate(parts):
             for rank, unit in (units[i] for i in part):
@@ -64,11 +64,11 @@ def rebalance_across_ranks(batch: Batch, group: dist.ProcessGroup | None = None)
     units = _units(batch)
     tokens, _ = shared_prompt_costs(batch)
     costs = [sum(tokens[row] for row in rows) for rows in units]
-    of_ranks: list[Any] = [None] * ranks
-    dist.all_gather_object(of_ranks, (costs, sorted([*batch.fields, *batch.packed])), group=group)
-    _check_same_fields(of_ranks)
-    new_ranks = assign_to_ranks([costs for costs, _ in of_ranks])
-    if all(new == old for old, of_rank in enumerate(new_ranks) for new in of_rank):
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, (costs, sorted([*batch.fields, *batch.packed])), group=group)
+    _check_same_fields(gathered)
+    new_ranks = assign_to_ranks([costs for costs, _ in gathered])
+    if all(new == old for old, unit_ranks in enumerate(new_ranks) for new in unit_ranks):
         return batch
     outgoing: list[list[int]] = [[] for _ in range(ranks)]
     for rows, new_rank in zip(units, new_ranks[rank], strict=True):
@@ -90,8 +90,8 @@ def _units(batch: Batch) -> list[list[int]]:
     return list(units.values())
 
 
-def _check_same_fields(of_ranks: Sequence[tuple[list[int], list[str]]]) -> None:
-    fields = sorted({tuple(names) for costs, names in of_ranks if costs})
+def _check_same_fields(gathered: Sequence[tuple[list[int], list[str]]]) -> None:
+    fields = sorted({tuple(names) for costs, names in gathered if costs})
     if len(fields) > 1:
         raise ValueError(f"batch: expected the same fields on all ranks, got {' and '.join(map(str, fields))}")
 

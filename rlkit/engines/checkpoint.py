@@ -86,7 +86,9 @@ def _write(part: Path, path: Path, state: dict[str, Any], extra: dict[str, Any])
         problem = _reason(error)
     if problem := first_problem(problem):
         return problem
-    all_checksums = {name: checksum for of_rank in gather_objects(checksums) for name, checksum in of_rank.items()}
+    all_checksums = {
+        name: checksum for rank_checksums in gather_objects(checksums) for name, checksum in rank_checksums.items()
+    }
     if problem := problem_of_rank_0(lambda: [(part / name).stat() for name in all_checksums]):
         shutil.rmtree(part, ignore_errors=True)  # on each machine
         raise CheckpointNotWritten(
@@ -97,7 +99,7 @@ def _write(part: Path, path: Path, state: dict[str, Any], extra: dict[str, Any])
 
 def first_problem(problem: str) -> str:
     """The error of the first rank that has one; empty if none has. All ranks call this together."""
-    return next((of_rank for of_rank in gather_objects(problem) if of_rank), "")
+    return next((found for found in gather_objects(problem) if found), "")
 
 
 def problem_of_rank_0(work: Callable[[], Any]) -> str:

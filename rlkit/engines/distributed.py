@@ -151,7 +151,7 @@ def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     for dtype in dict.fromkeys(x.dtype for x in tensors):
         same = [x for x in tensors if x.dtype == dtype]
         gathered, sizes = _gather_rows(same)  # type: ignore[arg-type]
-        by_rank = gathered.split([size for of_rank in sizes for size in of_rank])
+        by_rank = gathered.split([size for part_sizes in sizes for size in part_sizes])
         parts[dtype] = iter([by_rank[i :: len(same)] for i in range(len(same))])
     for x in tensors:
         yield torch.cat(next(parts[x.dtype])).view(x.shape)
@@ -179,7 +179,7 @@ def _gather_rows(tensors: Sequence[DTensor]) -> tuple[Tensor, list[list[int]]]:
         [max(0, min(n, x.shape[0] - rank * n)) * x.shape[1:].numel() for n, x in zip(rows, tensors, strict=True)]
         for rank in ranks
     ]
-    rank_sizes = [sum(of_rank) for of_rank in sizes]
+    rank_sizes = [sum(part_sizes) for part_sizes in sizes]
     local = [local_part(x).flatten() for x in tensors]
     if local[0].device.type not in GATHER_BY_BROADCAST and len(set(rank_sizes)) == 1:
         return DTensor.from_local(torch.cat(local), mesh, placements, run_check=False).full_tensor(), sizes

@@ -95,7 +95,7 @@ def _attention_pairs(config: Any, segments: Sequence[tuple[int, int]]) -> int:
     """Pairs of a query and a key that the masks of all attention layers keep."""
     text, kinds = config.get_text_config(), Counter(kinds_of_layers(config))
 
-    def of_first(count: int, kind: str) -> int:
+    def pairs_among_first(count: int, kind: str) -> int:
         """Pairs of the first `count` positions of a sequence."""
         if kind == "sliding_attention":
             growing = min(count, text.sliding_window)
@@ -106,7 +106,7 @@ def _attention_pairs(config: Any, segments: Sequence[tuple[int, int]]) -> int:
         return count * (count + 1) // 2
 
     return sum(
-        layers * (of_first(before + new, kind) - of_first(before, kind))
+        layers * (pairs_among_first(before + new, kind) - pairs_among_first(before, kind))
         for kind, layers in kinds.items()
         if kind != "linear_attention"
         for new, before in segments

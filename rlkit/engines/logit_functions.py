@@ -59,10 +59,10 @@ def apply_to_logits(function: LogitFunction, logits: Tensor, packed: Mapping[str
     size = tokens_per_chunk(logits, logits.shape[1])
     parts = zip(*(x.split(size) for x in (logits, *packed.values())), strict=True)
 
-    def of_chunk(chunk: Tensor, *tensors: Tensor) -> Tensor:
+    def apply_to_chunk(chunk: Tensor, *tensors: Tensor) -> Tensor:
         return _checked(function(chunk, dict(zip(packed, tensors, strict=True))), chunk).float()
 
-    values = [checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    values = [checkpoint(apply_to_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(values)
 
 

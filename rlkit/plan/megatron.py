@@ -355,12 +355,12 @@ def activation_bytes(
     layer keeps its input only, and one layer at a time has all of its activations.
     """
     text = config.get_text_config()
-    layers, of_layer = text.num_hidden_layers // dims.pipeline, layer_bytes(config, dims, micro_batch)
+    layers, per_layer = text.num_hidden_layers // dims.pipeline, layer_bytes(config, dims, micro_batch)
     sequence_shards = dims.tensor if dims.sequence_parallel else 1
     hidden = WEIGHT * micro_batch.tokens // dims.context * text.hidden_size
-    kept = layers * hidden // sequence_shards if cfg.enable_gradient_checkpointing else layers * of_layer
+    kept = layers * hidden // sequence_shards if cfg.enable_gradient_checkpointing else layers * per_layer
     in_flight = min(dims.pipeline - stage, micro_batch.count)
-    total = in_flight * kept + (of_layer if cfg.enable_gradient_checkpointing else 0)
+    total = in_flight * kept + (per_layer if cfg.enable_gradient_checkpointing else 0)
     if has_vision(config) and stage == 0 and not cfg.freeze_vision_tower:
         total += in_flight * micro_batch.prompts * tower_bytes(config, workload.image_patches(config))
     return total

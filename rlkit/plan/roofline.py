@@ -195,15 +195,15 @@ def training(role: str, config: Any, case: Case) -> Cost:
     memory = n * ((2 + recomputes) * size.weights + HALF * size.trained)
     if cfg.engine == "megatron":
         link = _activations(config, case, forwards=1 + recomputes, backwards=1)
-        of_step = megatron_links.update_link_bytes(size, _megatron_groups(case))
+        step_link = megatron_links.update_link_bytes(size, _megatron_groups(case))
     else:
         shard, replicas = fsdp_groups(case)
         link = all_gather(n * (2 * size.weights - size.root), shard)
         link += reduce_scatter(n * GRADIENT * size.trained, shard)
         link += all_reduce(n * GRADIENT * size.trained / shard.size, replicas)
         link += _tensor_activations(config, case, forwards=1 + recomputes, backwards=1)
-        of_step = LinkBytes()
-    pass_over_rows, step = Cost(flops, memory, link), Cost(memory=ADAMW * size.owned, link=of_step)
+        step_link = LinkBytes()
+    pass_over_rows, step = Cost(flops, memory, link), Cost(memory=ADAMW * size.owned, link=step_link)
     return passes(cfg) * pass_over_rows + steps * step
 
 

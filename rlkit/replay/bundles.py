@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Expansion, Sample
+from rlkit.data.placeholders import Expansion
+from rlkit.data.samples import Sample
 
 FORMAT = "rlkit rollouts 1"
 SAMPLE_FACTS = ("group_id", "number", "text", "finish_reason", "version")
@@ -163,8 +164,8 @@ def read_bundle(path: str | Path, *, updates: bool = True) -> Bundle:
     if updates:
         for i, update in enumerate(first["updates"]):
             names = update["fields"]
-            of_ranks = [{name: tensors[f"update_{i}.{name}"] for name in names} for _, tensors in parts]
-            found.updates.append(Update(update["engine"], merge_rows(of_ranks), update["metrics"]))
+            per_rank = [{name: tensors[f"update_{i}.{name}"] for name in names} for _, tensors in parts]
+            found.updates.append(Update(update["engine"], merge_rows(per_rank), update["metrics"]))
     return found
 
 

@@ -168,13 +168,13 @@ def answers_for_page(out: Path) -> dict[str, Any]:
     """
     index = _index(out / SAMPLES)
     lines = index.update()
-    of_steps: dict[int, list[Line]] = {}
+    by_step: dict[int, list[Line]] = {}
     for line in lines:
-        of_steps.setdefault(line.step, []).append(line)
+        by_step.setdefault(line.step, []).append(line)
     every = _pages(out, lines)
     chosen = set()
-    for step in sorted(of_steps)[::-every]:  # includes the newest step
-        chosen |= {line.start for line in of_steps[step][:: _pages(out, of_steps[step])]}
+    for step in sorted(by_step)[::-every]:  # includes the newest step
+        chosen |= {line.start for line in by_step[step][:: _pages(out, by_step[step])]}
     shown = index.read([line for line in lines if line.start in chosen])
     names = dict.fromkeys(name for record in shown for name in record["images"])
     images = {name: url for name in names if (url := data_url(out, name))}

@@ -75,7 +75,7 @@ class RewardScorer:
         self.failures.log_repeated()
         self.reasons = self.failures.take()
         if self.group is not None:
-            scored, self.reasons = _of_all_ranks(scored, self.reasons, self.group)
+            scored, self.reasons = _gather_scored(scored, self.reasons, self.group)
         return _together(self.reward, [scored[i] for i in sorted(scored)])
 
 
@@ -130,11 +130,11 @@ def _score(reward: Reward, samples: Sequence[Sample], failures: Failures) -> Sco
     return *score_parts(reward, samples, failures=failures), start, time.time()
 
 
-def _of_all_ranks(scored: dict[int, Scored], reasons: str, group: dist.ProcessGroup) -> tuple[dict[int, Scored], str]:
+def _gather_scored(scored: dict[int, Scored], reasons: str, group: dist.ProcessGroup) -> tuple[dict[int, Scored], str]:
     """What each rank of a group scored, by prompt, and the reasons of all."""
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, (scored, reasons), group=group)
-    everything = {i: one for of_rank, _ in gathered for i, one in of_rank.items()}
+    everything = {i: one for rank_scored, _ in gathered for i, one in rank_scored.items()}
     return everything, "; ".join(why for _, why in gathered if why)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.data.lookup import requires_extra
-from rlkit.data.samples import THINKING_TAGS, thinking_tags_of
+from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
 from rlkit.rewards.workers import Worker, WorkerPool, end_worker, exit_code, read_line
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlkit.data.samples import THINKING_TAGS, thinking_tags_of
+from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
 from rlkit.rewards.sandbox import Ran, run_python
 from rlkit.rewards.sandbox_inside import canonical
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.lookup import requires_extra
-from rlkit.data.samples import THINKING_TAGS, Reward, Row, thinking_tags_of
+from rlkit.data.samples import Reward, Row
+from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
 
 # --- the form of an answer
 
@@ -162,9 +163,9 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
     def reward(text: str, row: Row) -> float | None:
         if row["answer"] is None:
             return None
-        if len(of_row := _numbers(str(row["answer"]))) != 1:
+        if len(answer_numbers := _numbers(str(row["answer"]))) != 1:
             raise ValueError(f"{row.get('where', 'row')}: answer: expected a number, got {row['answer']!r}")
-        (right,), numbers = of_row, _numbers(text.rpartition(thinking_tags_of(row)[1])[2])
+        (right,), numbers = answer_numbers, _numbers(text.rpartition(thinking_tags_of(row)[1])[2])
         return float(bool(numbers) and abs(numbers[-1] - right) <= max(relative * abs(right), absolute))
 
     return reward

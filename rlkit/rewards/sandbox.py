@@ -209,8 +209,12 @@ def processor_seconds(pid: int) -> float:
 
 def _readable() -> list[str]:
     """The standard library, and the shared libraries that it loads."""
-    of_python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")]
-    return sorted({*of_python, "/lib", "/lib64", "/usr/lib", "/etc/ld.so.cache"})
+    python_folders = [
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        os.path.join(sys.base_prefix, "lib"),
+    ]
+    return sorted({*python_folders, "/lib", "/lib64", "/usr/lib", "/etc/ld.so.cache"})
 
 
 def _readable_within(descriptor: int, seconds: float) -> bool:

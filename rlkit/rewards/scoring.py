@@ -18,7 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Reward, Row, Sample, thinking_tags_of
+from rlkit.data.samples import Reward, Row, Sample
+from rlkit.data.thinking_tags import thinking_tags_of
 from rlkit.data.user_code import Failures
 from rlkit.rewards.rules import split_thinking
 
@@ -143,12 +144,12 @@ def without_thinking(reward: Reward) -> Reward:
         parts = reward.parts.items()
         return combine({name: (weight, without_thinking(part)) for name, (weight, part) in parts})
 
-    def of_answer(text: str, row: Row) -> float | None:
+    def score_answer(text: str, row: Row) -> float | None:
         return reward(
             split_thinking(text, opened=row.get("thinking_opened", False), tags=thinking_tags_of(row))[1], row
         )
 
-    return of_answer
+    return score_answer
 
 
 def score_parts(

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.rollout.agent import Observation, run_episodes
-from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.rollout.sampling import Sampling, uniforms
 from rlkit.rollout.shared_rows import SharedRowsRollout
 from rlkit.rollout.weight_sync_check import WeightSyncCheck, measure_mismatch
 from rlkit.vlm.loading import model_path
 
 __all__ = [
-    "AsyncSampler",
     "Observation",
     "Sampling",
     "WeightSyncCheck",

@@ -29,7 +29,8 @@ from functools import cache, partial
 from typing import Any
 
 from rlkit.data.messages import message, prompt_of
-from rlkit.data.samples import Row, Sample, append_observation, append_response, thinking_tags_of
+from rlkit.data.samples import Row, Sample, append_observation, append_response
+from rlkit.data.thinking_tags import thinking_tags_of
 from rlkit.data.user_code import Failures
 from rlkit.rollout.background import in_daemon_thread, start_event_loop
 from rlkit.rollout.sampling import OnFinished, Sampling, sample_name, sampling_per_request

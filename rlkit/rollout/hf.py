@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlkit.data.samples import Sample, append_response, thinking_tags_of
+from rlkit.data.samples import Sample, append_response
+from rlkit.data.thinking_tags import thinking_tags_of
 from rlkit.rollout.decoding import (
     RecordedExperts,
     decode_one_token,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlkit.data.samples import Sample, append_response, thinking_tags_of
+from rlkit.data.samples import Sample, append_response
+from rlkit.data.thinking_tags import thinking_tags_of
 from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.processors import decode
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
-from rlkit.data.samples import Audio, Video
+from rlkit.data.media import Audio, Video
 from rlkit.rollout.servers.arrays import arrays_of
 from rlkit.rollout.vllm_requests import vllm_audio, vllm_video
 

@@ -96,7 +96,8 @@ def call_on_one_rank(
     own_results = dict(zip(own, function([samples[j] for j in own]), strict=True))
     gathered: list[Any] = [None] * ranks
     dist.all_gather_object(gathered, {j: _pickled(result) for j, result in own_results.items()}, group=rollout.group)
-    results = {j: pickle.loads(data) for of_rank in gathered for j, data in of_rank.items()}  # also the rank's own
+    # the rank's own are read from their pickles, too
+    results = {j: pickle.loads(data) for rank_results in gathered for j, data in rank_results.items()}
     for j, result in own_results.items():
         if isinstance(result, Exception):
             results[j].__traceback__ = result.__traceback__  # which is not pickled

@@ -114,12 +114,12 @@ class VllmRollout:
             )
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
         check_windows_work(config, max_model_len)
-        of_family = family_options(model, config)
+        needed = family_options(model, config)
         if self.on_gpu:
-            dtype, options = dtype or "bfloat16", with_family_options(of_family, options)
+            dtype, options = dtype or "bfloat16", with_family_options(needed, options)
         else:
             dtype, on_cpu = cpu_dtype_and_options(config, dtype)
-            options = cpu_options(dtype, with_family_options({**of_family, **on_cpu}, options))
+            options = cpu_options(dtype, with_family_options({**needed, **on_cpu}, options))
         options = {**normalization_options(config), **options}
         self.weight_dtype: torch.dtype = getattr(torch, dtype)
         if type(processor).__name__ == QWEN3_OMNI:
@@ -462,9 +462,9 @@ def loading_error(model: str, family: str, error: Exception) -> ValueError:
     if not isinstance(error, OSError | RuntimeError | TypeError | ValueError):
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         words = f"{type(error).__name__} at {frame.f_code.co_filename}:{line}: {words}".removesuffix(": ")
-    of_family = f" of the family {family}" if family else ""
+    family_words = f" of the family {family}" if family else ""
     return ValueError(
-        f"model: expected one that vLLM can load, got {model!r}{of_family}: {words}; "
+        f"model: expected one that vLLM can load, got {model!r}{family_words}: {words}; "
         "if vLLM does not support the family, use rollout 'hf'"
     )
 

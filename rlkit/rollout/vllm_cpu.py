@@ -76,28 +76,28 @@ def cpu_dtype_and_options(config: Any, dtype: str | None) -> tuple[str, dict[str
     return dtype or ("bfloat16" if family in BFLOAT16_ONLY else "float32"), options
 
 
-def with_family_options(of_family: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def with_family_options(needed_options: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """A user's options of vLLM, which replace those that a family needs.
 
     `override_generation_config`, `compilation_config` and `hf_overrides` have the entries of both.
 
     Args:
-        of_family: of `family_options` and `cpu_dtype_and_options`.
+        needed_options: of `family_options` and `cpu_dtype_and_options`.
 
     Raises:
         ValueError: a `compilation_config` or `hf_overrides` other than a dict, for a family that needs one, or other
             `hf_overrides` than it needs.
     """
-    merged = {**of_family, **options}
-    if generation := of_family.get("override_generation_config"):
+    merged = {**needed_options, **options}
+    if generation := needed_options.get("override_generation_config"):
         merged["override_generation_config"] = {**generation, **(options.get("override_generation_config") or {})}
-    needed, given = of_family.get("compilation_config"), options.get("compilation_config")
+    needed, given = needed_options.get("compilation_config"), options.get("compilation_config")
     if needed and given is not None:
         if not isinstance(given, Mapping):
             raise ValueError(f"compilation_config: expected a dict for this model, which needs {needed}, got {given!r}")
         operators = [*needed["custom_ops"], *given.get("custom_ops", ())]
         merged["compilation_config"] = {**given, "custom_ops": list(dict.fromkeys(operators))}
-    if overrides := of_family.get("hf_overrides"):
+    if overrides := needed_options.get("hf_overrides"):
         merged["hf_overrides"] = _with_needed_overrides(overrides, options.get("hf_overrides") or {})
     return merged
 

@@ -86,12 +86,12 @@ def family_options(model: str, config: Any) -> dict[str, Any]:
         # vLLM runs transformers' code for it, and multiplies logits by what it finds under another name
         options["hf_overrides"] = {"text_config": {"logit_scale": config.text_config.logits_scaling}}
     if stray_window(config):  # vLLM applies it to all layers, transformers to none
-        of_family = options.get("hf_overrides", {})
+        family_overrides = options.get("hf_overrides", {})
         if config.get_text_config() is config:
-            options["hf_overrides"] = {**of_family, "sliding_window": None}
+            options["hf_overrides"] = {**family_overrides, "sliding_window": None}
         else:
-            of_text = {**of_family.get("text_config", {}), "sliding_window": None}
-            options["hf_overrides"] = {**of_family, "text_config": of_text}
+            text_overrides = {**family_overrides.get("text_config", {}), "sliding_window": None}
+            options["hf_overrides"] = {**family_overrides, "text_config": text_overrides}
     if config.model_type == "exaone4_5":
         # vLLM 0.32 takes it for a model whose vision tower normalizes pixels, and has its processor leave that out
         options["mm_device_do_normalize"] = False

@@ -38,6 +38,6 @@ class UpdatableGptOssForCausalLM(gpt_oss.GptOssForCausalLM):
 
     def _load_sinks(self, name: str, sinks: Tensor) -> str:
         parameter = self.get_parameter(name)
-        of_rank = sinks.chunk(get_tensor_model_parallel_world_size())[get_tensor_model_parallel_rank()]
-        getattr(parameter, "weight_loader", default_weight_loader)(parameter, of_rank)
+        own_sinks = sinks.chunk(get_tensor_model_parallel_world_size())[get_tensor_model_parallel_rank()]
+        getattr(parameter, "weight_loader", default_weight_loader)(parameter, own_sinks)
         return name

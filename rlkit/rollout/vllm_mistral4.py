@@ -43,6 +43,6 @@ def _one_by_one(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
         else:
             yield name, tensor
             continue
-        for part, of_experts in parts.items():
-            for i, expert in enumerate(torch.unbind(of_experts)):
+        for part, stacked in parts.items():
+            for i, expert in enumerate(torch.unbind(stacked)):
                 yield f"{layer}.experts.{i}.{part}.weight", expert

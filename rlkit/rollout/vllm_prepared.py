@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlkit.data.samples import Expansion, Sample, expand_placeholders, expanded_lengths
+from rlkit.data.placeholders import Expansion, expand_placeholders, expanded_lengths
+from rlkit.data.samples import Sample
 from rlkit.vlm.inputs import PIXEL_KEYS
 from rlkit.vlm.processors import placeholder_id
 
@@ -54,9 +55,9 @@ def takes_prepared(model_config: Any) -> bool:
     Args:
         model_config: `vllm.LLM(...).model_config`.
     """
-    of_media = model_config.multimodal_config
+    media_config = model_config.multimodal_config
     is_known = model_config.architecture in TAKES_PREPARED
-    return is_known and of_media is not None and not of_media.mm_device_do_normalize
+    return is_known and media_config is not None and not media_config.mm_device_do_normalize
 
 
 def has_prepared(request: Sample) -> bool:
@@ -68,7 +69,7 @@ def has_prepared(request: Sample) -> bool:
 
 
 def prepared_prompt(request: Sample, processor: Any, model_config: Any) -> Any:
-    """vLLM's input for a prompt: the expanded track, and the tensors, place and hash of each image and video.
+    """vLLM's input for a prompt: its `token_ids`, and the tensors, place and hash of each image and video.
 
     Args:
         request: a sample for which `has_prepared` is True.
@@ -130,9 +131,9 @@ def _fields(vision: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     from vllm.multimodal.inputs import MultiModalFieldConfig
 
     if TILES in vision:
-        of_tiles = MultiModalFieldConfig.flat_from_sizes("image", vision[TILES])
+        tile_field = MultiModalFieldConfig.flat_from_sizes("image", vision[TILES])
         tiles = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
-        return {"pixel_values": of_tiles, MASK: of_tiles, TILES: tiles}
+        return {"pixel_values": tile_field, MASK: tile_field, TILES: tiles}
     fields = {}
     for kind in ("image", "video"):
         fields[PIXEL_KEYS[kind]] = MultiModalFieldConfig.batched(kind)
@@ -143,15 +144,15 @@ def _fields(vision: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _places(request: Sample, processor: Any, kind: str) -> list[Any]:
-    """The tokens of each image or video in the expanded track, and which of them features replace."""
+    """The tokens of each image or video in `token_ids`, and which of them features replace."""
     from vllm.multimodal.inputs import PlaceholderRange
 
     token = placeholder_id(processor, kind)
-    of_features = torch.tensor([placeholder_id(processor, "image"), token])  # GLM-4V has the image's in videos too
+    feature_ids = torch.tensor([placeholder_id(processor, "image"), token])  # GLM-4V has the image's in videos too
     repeats = expanded_lengths(request.compact_ids, request.placeholders)
     first = (repeats.cumsum() - repeats)[np.asarray(request.compact_ids) == token].tolist()
     return [
-        PlaceholderRange(start, len(run.tokens), torch.isin(torch.tensor(run.tokens), of_features))
+        PlaceholderRange(start, len(run.tokens), torch.isin(torch.tensor(run.tokens), feature_ids))
         if isinstance(run, Expansion)
         else PlaceholderRange(start, run)
         for start, run in zip(first, request.placeholders[token], strict=True)

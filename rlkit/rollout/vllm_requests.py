@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rlkit.data.samples import Audio, Expansion, Sample, Video, expand_placeholders
+from rlkit.data.media import Audio, Video
+from rlkit.data.placeholders import Expansion, expand_placeholders
+from rlkit.data.samples import Sample
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.families import has_bidirectional_images
@@ -30,9 +32,9 @@ MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GP
 
 
 def vllm_prompt(request: Sample, processor: Any) -> dict[str, Any]:
-    """vLLM's prompt: the compact token track, with one placeholder for each image, video and audio, and these media.
+    """vLLM's prompt: `compact_ids`, with one placeholder for each image, video and audio, and these media.
 
-    vLLM expands placeholders itself, so it must not be given the expanded track. The sound of videos is among the
+    vLLM expands placeholders itself, so it must not be given `token_ids`. The sound of videos is among the
     audios of a model with audio input; other models do not hear it.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.compact_ids)}
@@ -115,14 +117,14 @@ def _check_video_normalization(requests: Sequence[Sample], processor: Any) -> No
     vLLM normalizes both in the vision tower, with the mean and standard deviation of images.
     """
     if any(request.videos for request in requests):
-        of_images, of_videos = (
+        image_values, video_values = (
             [getattr(part, name) for name in ("image_mean", "image_std")]
             for part in (processor.image_processor, processor.video_processor)
         )
-        if [list(x) for x in of_images] != [list(x) for x in of_videos]:
+        if [list(x) for x in image_values] != [list(x) for x in video_values]:
             raise ValueError(
                 "model: expected a processor with the same image_mean and image_std for images and videos, as vLLM "
-                f"normalizes both alike, got {of_images} and {of_videos}; use rollout 'hf'"
+                f"normalizes both alike, got {image_values} and {video_values}; use rollout 'hf'"
             )
 
 
@@ -273,14 +275,14 @@ def check_server_media(request: Sample, processor: Any, config: Any, *, on_cpu: 
         check_image_attention([request], config)
 
 
-def as_trainer_tokens(token_ids: Sequence[int], processor: Any, of_trainer: Sequence[int] = ()) -> Sequence[int]:
+def as_trainer_tokens(token_ids: Sequence[int], processor: Any, trainer_ids: Sequence[int] = ()) -> Sequence[int]:
     """The tokens of a prompt that vLLM has expanded, with the placeholders that the trainer has.
 
     They differ in videos of two families. For InternVL vLLM repeats the placeholder of a video, and transformers'
     processor that of an image; for Kimi K2.5 it is the other way round. The features of a frame replace either.
 
     Args:
-        of_trainer: the trainer's tokens, which for Kimi K2.5 say where videos are.
+        trainer_ids: the trainer's tokens, which for Kimi K2.5 say where videos are.
     """
     name = type(processor).__name__
     if name not in ("InternVLProcessor", "Kimi_K25Processor"):
@@ -288,7 +290,7 @@ def as_trainer_tokens(token_ids: Sequence[int], processor: Any, of_trainer: Sequ
     image, video = placeholder_id(processor, "image"), placeholder_id(processor, "video")
     if name == "InternVLProcessor":
         return [image if token == video else token for token in token_ids]
-    pairs = zip_longest(token_ids, of_trainer[: len(token_ids)])
+    pairs = zip_longest(token_ids, trainer_ids[: len(token_ids)])
     return [video if pair == (image, video) else pair[0] for pair in pairs]
 
 

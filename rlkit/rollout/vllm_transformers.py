@@ -8,7 +8,7 @@ are processes of their own, use vLLM's models.
 from __future__ import annotations
 
 from vllm import ModelRegistry
-from vllm.model_executor.models import transformers as of_vllm
+from vllm.model_executor.models import transformers as vllm_models
 
 
 class _Undecorated:
@@ -19,19 +19,19 @@ class _Undecorated:
 # vLLM compares the names of classes, so these are vLLM's
 
 
-class TransformersForCausalLM(_Undecorated, of_vllm.TransformersForCausalLM):
+class TransformersForCausalLM(_Undecorated, vllm_models.TransformersForCausalLM):
     """Language models."""
 
 
-class TransformersMoEForCausalLM(_Undecorated, of_vllm.TransformersMoEForCausalLM):
+class TransformersMoEForCausalLM(_Undecorated, vllm_models.TransformersMoEForCausalLM):
     """Language models with experts."""
 
 
-class TransformersMultiModalForCausalLM(_Undecorated, of_vllm.TransformersMultiModalForCausalLM):
+class TransformersMultiModalForCausalLM(_Undecorated, vllm_models.TransformersMultiModalForCausalLM):
     """Vision-language models."""
 
 
-class TransformersMultiModalMoEForCausalLM(_Undecorated, of_vllm.TransformersMultiModalMoEForCausalLM):
+class TransformersMultiModalMoEForCausalLM(_Undecorated, vllm_models.TransformersMultiModalMoEForCausalLM):
     """Vision-language models with experts."""
 
 
@@ -52,5 +52,5 @@ def register() -> None:
         cls = getattr(entry, "model_cls", None)  # where it has been imported; otherwise its module is named
         module = cls.__module__ if cls else getattr(entry, "module_name", "")
         kind = cls.__name__ if cls else getattr(entry, "class_name", "")
-        if module == of_vllm.__name__ and kind in MODELS:
+        if module == vllm_models.__name__ and kind in MODELS:
             ModelRegistry.register_model(name, MODELS[kind])

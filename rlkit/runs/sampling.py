@@ -146,7 +146,7 @@ class PolicySampler:
         """Send the trained weights, or with `--sync_adapters` the adapters alone. All ranks call this together.
 
         Args:
-            to: the sampling back end, or an `AsyncSampler` of it.
+            to: the sampling back end.
         """
         dtype = getattr(to, "weight_dtype", None)  # gather in the sampler's dtype: bfloat16 is half as large
         options = {} if dtype is None else {"dtype": dtype}

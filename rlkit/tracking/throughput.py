@@ -117,6 +117,6 @@ def highest_of_all_ranks(values: Mapping[str, float]) -> dict[str, float]:
 
     if not torch.cuda.is_available() or not dist.is_initialized():
         return dict(values)
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, dict(values))
-    return {name: max(of_rank.get(name, 0.0) for of_rank in of_ranks) for name in values}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dict(values))
+    return {name: max(rank_values.get(name, 0.0) for rank_values in gathered) for name in values}

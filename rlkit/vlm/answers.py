@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.messages import Message, prompt_of, text_of
-from rlkit.data.samples import Row, Sample, append_response, expand_placeholders, expanded_lengths, prompt_sample
+from rlkit.data.placeholders import expand_placeholders, expanded_lengths
+from rlkit.data.samples import Row, Sample, append_response, prompt_sample
 from rlkit.vlm.frames import text_with_frames
 from rlkit.vlm.processors import FRAMES_AS_IMAGES
 from rlkit.vlm.turns import assistant_turn, end_token

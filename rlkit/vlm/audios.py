@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rlkit.data.lookup import requires_extra
-from rlkit.data.samples import Audio
+from rlkit.data.media import Audio
 from rlkit.vlm.media_sources import check_complete, open_regular_file, resolve_source
 from rlkit.vlm.processors import GEMMA3N, QWEN2_5_OMNI, QWEN3_OMNI
 

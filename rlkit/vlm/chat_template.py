@@ -97,8 +97,8 @@ def _names_tested(expression: Any) -> set[str]:
 
     root = nodes.Output([expression])  # `find_all` leaves out the node itself
     tests = [*root.find_all(nodes.Test), *root.find_all(nodes.Filter)]
-    of_presence = [found.node for found in tests if found.name in ("defined", "undefined", "default", "d")]
-    return {node.name for node in of_presence if isinstance(node, nodes.Name)}
+    tested = [found.node for found in tests if found.name in ("defined", "undefined", "default", "d")]
+    return {node.name for node in tested if isinstance(node, nodes.Name)}
 
 
 @contextmanager

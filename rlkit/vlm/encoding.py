@@ -1,4 +1,4 @@
-"""Text with images, videos and audios -> both token tracks of a sample, by the processor of a model."""
+"""Text with images, videos and audios -> the prompt of a sample, by the processor of a model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from rlkit.data.media import Audio, Video
 from rlkit.data.messages import MEDIA
-from rlkit.data.samples import (
-    AUDIO_MASKS,
-    FRAME_COUNTS,
-    Audio,
-    Expansion,
-    Sample,
-    Video,
-    append_observation,
-    audio_frame_dimensions,
-    expand_placeholders,
-    pad_for_concatenation,
-    prompt_sample,
-)
+from rlkit.data.placeholders import Expansion, expand_placeholders
+from rlkit.data.samples import Sample, append_observation, prompt_sample
+from rlkit.data.vision_tensors import AUDIO_MASKS, FRAME_COUNTS, audio_frame_dimensions, concatenate_vision
 from rlkit.vlm.expansions import expansions_by_kind
 from rlkit.vlm.frames import images_and_frames, text_with_frames
 from rlkit.vlm.processors import (
@@ -61,9 +52,9 @@ def encode_text(
     videos: Sequence[Video] = (),
     audios: Sequence[Audio] = (),
 ) -> Sample:
-    """Tokenizes a text that has one placeholder per image, video and audio into both token tracks.
+    """Tokenizes a text that has one placeholder per image, video and audio into a sample's tokens.
 
-    The expanded track is the processor's output. Which of its tokens stand for which image follows from the
+    Its `token_ids` are the processor's output. Which of its tokens stand for which image follows from the
     replacements of placeholders that the processor reports (`return_text_replacement_offsets`). The processors of
     Qwen-Omni report none, but only repeat placeholders.
 
@@ -110,7 +101,7 @@ class _Processed(NamedTuple):
     """What a processor makes of a text with media.
 
     Attributes:
-        token_ids: the expanded track.
+        token_ids: with placeholders expanded.
         replacements: the text that stands for each placeholder, see `rlkit.vlm.expansions`; none for Qwen-Omni.
         vision: tensors by their names.
     """
@@ -150,12 +141,12 @@ def _placeholders(
     """`placeholders` of the sample: placeholder id -> the tokens that stand for each of its media.
 
     Raises:
-        ValueError: they do not expand the compact track to the processor's tokens.
+        ValueError: they do not expand `compact` to the processor's tokens.
     """
     token_of = {kind: placeholder_id(processor, kind) for kind, given in media.items() if given}
     found = expansions_by_kind(processor, text, processed.token_ids, processed.replacements, token_of)
-    placeholders = {token_of[kind]: of_kind for kind, of_kind in found.items()}
-    has_all = all(len(of_kind) == len(media[kind]) for kind, of_kind in found.items())
+    placeholders = {token_of[kind]: kind_expansions for kind, kind_expansions in found.items()}
+    has_all = all(len(kind_expansions) == len(media[kind]) for kind, kind_expansions in found.items())
     if not has_all or expand_placeholders(compact, placeholders) != processed.token_ids:
         family, kinds = type(processor).__name__, " and ".join(f"{kind}s" for kind in found)
         source = "runs of its placeholder" if family in OMNI_PROCESSORS else "text_replacement_offsets"
@@ -186,8 +177,7 @@ def _gemma3n_replacements(processor: Any, text: str, media: Mapping[str, Sequenc
 def _gemma3n_audios(processor: Any, audios: Sequence[Audio]) -> dict[str, torch.Tensor]:
     """The features and masks of audios, each computed alone: beside a longer one its last frames would be others."""
     alone = [processor.feature_extractor([one.samples], return_tensors="pt") for one in audios]
-    padded = pad_for_concatenation({name: [one[name] for one in alone] for name in alone[0]})
-    return {name: torch.cat([*tensors]) for name, tensors in padded.items()}
+    return concatenate_vision(alone)
 
 
 def _bracketed_video(processor: Any) -> str:
@@ -230,14 +220,14 @@ def _encode_videos_apart(
 def _encode_frames(
     processor: Any, text: str, media: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any]
 ) -> Sample:
-    """`encode_text` for a text of SmolVLM with videos: in both tracks each frame is an image.
+    """`encode_text` for a text of SmolVLM with videos: for the sampler, too, each frame is an image.
 
     Args:
         media: kind -> images, videos or audios.
         arguments: of the processor, those of its image processor among them.
     """
-    of_videos = {name: x for name, x in arguments.items() if name != "images"}
-    texts, vision = images_and_frames(processor, text, media["image"], of_videos)
+    image_options = {name: x for name, x in arguments.items() if name != "images"}
+    texts, vision = images_and_frames(processor, text, media["image"], image_options)
     text = text_with_frames(processor, text, iter(media["video"]))
     (expanded,), (replacements,) = processor.get_text_with_replacements([text], images_replacements=texts)
     compact, ids = (processor.tokenizer(one, add_special_tokens=False)["input_ids"] for one in (text, expanded))

@@ -1,4 +1,4 @@
-"""Which tokens of the expanded track stand for which image, video or audio of a text."""
+"""Which expanded tokens of a prompt stand for which image, video or audio of a text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from rlkit.data.samples import Expansion
+from rlkit.data.placeholders import Expansion
 from rlkit.vlm.processors import OMNI_PROCESSORS, placeholder_id
 
 
@@ -56,7 +56,7 @@ class _Boundary(NamedTuple):
 def expansions(
     tokenizer: Any, text: str, replacements: Sequence[Mapping[str, Any]], placeholders: Sequence[int]
 ) -> list[int | Expansion]:
-    r"""The tokens that stand for each image (or video) in the expanded track.
+    r"""The tokens that stand for each image (or video) in the expanded prompt.
 
     The processor replaces each placeholder in the text with another text, and tokenizes the result. A tokenizer may
     merge the end of a replacement with the text beside it. The tokens of an image therefore reach from the last

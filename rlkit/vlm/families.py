@@ -198,9 +198,9 @@ def stray_window(config: Any) -> int | None:
     None for classes that declare one, and for those of other packages.
     """
     text = config.get_text_config()
-    of_transformers = type(text).__module__.startswith("transformers.models.")
+    is_transformers = type(text).__module__.startswith("transformers.models.")
     declared = hasattr(type(text), "sliding_window") or "sliding_window" in text.attribute_map
-    return getattr(text, "sliding_window", None) if of_transformers and not declared else None
+    return getattr(text, "sliding_window", None) if is_transformers and not declared else None
 
 
 def attention_layer_count(config: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Video
+from rlkit.data.media import Video
 
 
 def text_with_frames(processor: Any, text: str, videos: Iterator[Video]) -> str:

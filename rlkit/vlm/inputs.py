@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit.data.samples import (
+from rlkit.data.samples import Batch
+from rlkit.data.vision_tensors import (
     AUDIO_FEATURES,
     AUDIO_MASKS,
     FRAME_COUNTS,
-    Batch,
-    concatenation_dimension,
-    pad_for_concatenation,
+    NDIM_WITH_IMAGE_DIMENSION,
+    concatenate_vision,
 )
 from rlkit.vlm.families import (
     PATCH_ROW_FAMILIES,
@@ -61,29 +61,6 @@ GEMMA_VIDEO_KEYS = ("pixel_values_videos", "video_position_ids", FRAME_COUNTS)
 POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *VIDEO_TIME_KEYS)
 
 
-def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Concatenate the vision tensors of several samples in the order of the samples.
-
-    The dimension is the first one; for the pixels of MiniCPM-V 4.6 it is the last one.
-
-    In SmolVLM and Idefics3 a sample's images have a dimension of their own: [1, images, channels, height, width].
-    Samples with fewer images are padded with zeros, as the processors pad a batch; the models skip such images. Shorter
-    audios are padded too, and so are smaller images, or images of fewer tiles, where `image_sizes` gives the height and
-    width of each (Mistral 3, LLaVA-NeXT), and shorter videos of LLaVA-OneVision.
-
-    Args:
-        vision: of each sample its tensors by name.
-        only: names to concatenate; None means all.
-
-    Raises:
-        ValueError: tensors of one name whose shapes differ in another dimension.
-    """
-    keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
-    found = pad_for_concatenation({key: [one[key] for one in vision if key in one] for key in keys})
-    first = {key: tensors[0] for key, tensors in found.items()}
-    return {key: _concatenate(key, tensors, concatenation_dimension(key, first)) for key, tensors in found.items()}
-
-
 def vision_kwargs(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:
     """Vision keyword arguments of a model's forward for rows [B, T].
 
@@ -118,8 +95,8 @@ def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -
         tokens = grids.prod(1) // spec.merge_size**2
         starts.append(placeholders.nonzero()[:, 0][tokens.cumsum(0) - tokens])
     order, grids = torch.cat(starts).argsort(), torch.cat([images, frames])
-    of_both = [one[PIXEL_KEYS[kind]] for kind in ("image", "video") if PIXEL_KEYS[kind] in one]
-    pixels = torch.cat(of_both).split(grids.prod(1).tolist())
+    both_pixels = [one[PIXEL_KEYS[kind]] for kind in ("image", "video") if PIXEL_KEYS[kind] in one]
+    pixels = torch.cat(both_pixels).split(grids.prod(1).tolist())
     return {PIXEL_KEYS["image"]: torch.cat([pixels[i] for i in order]), "image_grid_thw": grids[order]}
 
 
@@ -166,21 +143,6 @@ def vision_kinds(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None
     frames_are_images = spec is not None and spec.video_start_token_id is not None
     frames_are_images |= any("video_position_ids" in one for one in vision)  # Gemma 4
     return [images or videos, False, audios] if frames_are_images else [images, videos, audios]
-
-
-# tensor -> its number of dimensions in families where a sample's images have a dimension of their own
-NDIM_WITH_IMAGE_DIMENSION = {"pixel_values": 5, "pixel_attention_mask": 4}
-
-
-def _concatenate(key: str, tensors: Sequence[Tensor], dimension: int) -> Tensor:
-    if dimension == 0 and all(x.ndim == NDIM_WITH_IMAGE_DIMENSION.get(key) for x in tensors):
-        most = max(x.shape[1] for x in tensors)
-        tensors = [F.pad(x, [0, 0] * (x.ndim - 2) + [0, most - x.shape[1]]) for x in tensors]
-    if len({x.shape[:dimension] + x.shape[dimension:][1:] for x in tensors}) > 1:
-        got = ", ".join(str(tuple(x.shape)) for x in tensors)
-        at = dimension % tensors[0].ndim
-        raise ValueError(f"{key}: expected shapes that are equal except in dimension {at}, got {got}")
-    return torch.cat(list(tensors), dimension)
 
 
 def position_ids(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlkit.data.lookup import check_source, one_line, requires_extra
-from rlkit.data.samples import FRAME_COUNTS
+from rlkit.data.vision_tensors import FRAME_COUNTS
 from rlkit.vlm.families import WHOLE_MODELS, tokens_of_frame
 from rlkit.vlm.model_size import check_fits_files, check_layer_counts
 from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from rlkit.data.messages import THINKING_FIELDS, Message, parts_of, thinking_of
-from rlkit.data.samples import THINKING_TAGS
+from rlkit.data.thinking_tags import THINKING_TAGS
 
 SYSTEM_ROLES = ("system", "developer")
 FIRST_WINDOW = 256  # letters; most pieces follow the one before them closely

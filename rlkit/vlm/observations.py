@@ -10,7 +10,8 @@ from typing import Any
 from PIL import Image
 
 from rlkit.data.messages import Message
-from rlkit.data.samples import THINKING_TAGS, Sample
+from rlkit.data.samples import Sample
+from rlkit.data.thinking_tags import THINKING_TAGS
 from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.missing_text import missing_text
 from rlkit.vlm.rendering import ANSWER, render_unchecked

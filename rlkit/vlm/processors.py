@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlkit.data.samples import THINKING_TAGS
+from rlkit.data.thinking_tags import THINKING_TAGS
 from rlkit.vlm.families import REFUSED_VISION_FAMILIES
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
@@ -18,7 +18,7 @@ ONEVISION, VIDEO_LLAMA = "LlavaOnevisionProcessor", "VideoLlama3Processor"
 FRAMES_NOT_COUNTED = frozenset({ONEVISION, "LlavaNextVideoProcessor"})  # these do not say how many frames a video has
 # these repeat a placeholder and report no replacements of text; a video may have sound
 OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
-# processors whose audios are tested: both tracks, position ids, training and sampling
+# processors whose audios are tested: tokens, position ids, training and sampling
 AUDIO_PROCESSORS = OMNI_PROCESSORS | {GEMMA3N, "Gemma4Processor", "Gemma4UnifiedProcessor"}
 GLM_PROCESSORS = frozenset({"Glm4vProcessor", "Glm46VProcessor"})  # of GLM-4.1V, 4.5V, 4.6V and OCR
 # processors without a token for a video, which write its frames as images
@@ -59,7 +59,7 @@ def placeholder_id(processor: Any, kind: str) -> Any:
 
 
 def feature_id(processor: Any) -> Any:
-    """The token that the expanded track has for each feature of an image; None if the processor has none.
+    """The token that `Sample.token_ids` has for each feature of an image; None if the processor has none.
 
     In Gemma 3 and Llama 4 it is not the token that stands for an image in a prompt.
     """
@@ -268,8 +268,8 @@ def _font(path: str, video_config: Mapping[str, Any]) -> str | None:
 def decode(processor: Any, token_ids: Sequence[int], thinking_tags: Sequence[str] = THINKING_TAGS) -> str:
     """The text of tokens, without special tokens other than those of the tags around thinking."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    of_tags = {i for tag in thinking_tags for i in tokenizer(tag, add_special_tokens=False)["input_ids"]}
-    kept = {i for i in of_tags.intersection(token_ids) if not tokenizer.decode([i], skip_special_tokens=True)}
+    tag_ids = {i for tag in thinking_tags for i in tokenizer(tag, add_special_tokens=False)["input_ids"]}
+    kept = {i for i in tag_ids.intersection(token_ids) if not tokenizer.decode([i], skip_special_tokens=True)}
     if not kept:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
     dropped = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - kept

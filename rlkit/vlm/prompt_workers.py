@@ -28,7 +28,8 @@ import torch
 from PIL import Image
 from torch import Tensor, multiprocessing
 
-from rlkit.data.samples import Row, Sample, Video
+from rlkit.data.media import Video
+from rlkit.data.samples import Row, Sample
 from rlkit.vlm.prompts import encode_prompt
 
 EXIT_SECONDS = 10.0  # from the end of a worker's pipe to its exit
@@ -217,12 +218,12 @@ def _reply(processor: Any, row: Row, options: dict[str, Any]) -> _Reply | Except
     except ValueError as error:
         return ValueError(str(error))
     except Exception as error:
-        of_worker = "".join(traceback.format_exception(error))
-        error.add_note(of_worker)
+        worker_traceback = "".join(traceback.format_exception(error))
+        error.add_note(worker_traceback)
         try:
             return pickle.loads(pickle.dumps(error))
         except Exception:  # its class does not allow it
-            return PromptWorkerError(f"dataloader_num_workers: a worker process failed:\n{of_worker}")
+            return PromptWorkerError(f"dataloader_num_workers: a worker process failed:\n{worker_traceback}")
     return _Reply(
         replace(sample, row={}, images=(), videos=[video._replace(frames=video.frames[:0]) for video in sample.videos]),
         bool(sample.row.get("thinking_opened")),

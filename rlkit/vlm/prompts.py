@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from rlkit.data.messages import prompt_of
-from rlkit.data.samples import Row, Sample, prompt_sample, thinking_tags_of
+from rlkit.data.samples import Row, Sample, prompt_sample
+from rlkit.data.thinking_tags import thinking_tags_of
 from rlkit.vlm.audios import load_audios
 from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.images import load_image

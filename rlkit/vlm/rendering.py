@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from rlkit.data.messages import MEDIA, Message, parts_of, text_of
-from rlkit.data.samples import THINKING_TAGS, Row
+from rlkit.data.samples import Row
+from rlkit.data.thinking_tags import THINKING_TAGS
 from rlkit.vlm.chat_template import check_template_options, check_template_shows_tools, template_errors
 from rlkit.vlm.missing_text import missing_text
 

@@ -171,7 +171,7 @@ def rope3d_position_ids(
     them, and a row may have no attended token (ids 0, delta 0).
 
     Args:
-        input_ids: integer [B, T], with one placeholder per merged patch (the expanded track).
+        input_ids: integer [B, T], with one placeholder per merged patch.
         attention_mask: bool or integer [B, T], nonzero on attended tokens; None attends to all tokens.
         image_grid_thw: integer [images, 3], (t, h, w) in patches before merging, in the order of the attended
             placeholders over the batch, row by row. Leave out images whose placeholders are not attended.

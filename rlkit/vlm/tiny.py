@@ -94,7 +94,7 @@ def tiny_processor(tokenizer: Any, *, videos: bool = False) -> Any:
 
     size = {"shortest_edge": 28 * 28, "longest_edge": 224 * 224}  # pixels of an image, or of a frame of a video
     images = Qwen2VLImageProcessorPil(size=size, patch_size=PATCH_SIZE)
-    of_videos: dict[str, Any] = {
+    video_options: dict[str, Any] = {
         "size": size,
         "cap_pixels_per_frame": False,
         "patch_size": PATCH_SIZE,
@@ -105,9 +105,9 @@ def tiny_processor(tokenizer: Any, *, videos: bool = False) -> Any:
     if videos:
         from transformers import Qwen2VLVideoProcessor
 
-        return Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(**of_videos), chat_template=template)
+        return Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(**video_options), chat_template=template)
     processor = without_video_processor(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=template)
-    processor.video_config = {"video_processor_type": "Qwen2VLVideoProcessor", **of_videos}
+    processor.video_config = {"video_processor_type": "Qwen2VLVideoProcessor", **video_options}
     return processor
 
 

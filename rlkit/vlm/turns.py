@@ -8,7 +8,8 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from rlkit.data.messages import Message, is_text_alone, text_of
-from rlkit.data.samples import THINKING_TAGS, Row, thinking_tags_of
+from rlkit.data.samples import Row
+from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
 from rlkit.vlm.missing_text import missing_text
 from rlkit.vlm.rendering import ANSWER, OBSERVATION, render_unchecked, template_options
 

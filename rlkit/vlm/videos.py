@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from rlkit.data.samples import Video
+from rlkit.data.media import Video
 from rlkit.vlm.audios import VIDEO_FORMATS, audio_rate, decode_audio, load_audios, open_container
 from rlkit.vlm.images import load_image
 from rlkit.vlm.media_sources import open_regular_file, resolve_source

@@ -16,7 +16,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from rlkit.data import prompt_sample
-from rlkit.data.samples import Audio
+from rlkit.data.media import Audio
 from rlkit.report import prompt_record, write_page, write_report
 from rlkit.tracking import Run
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.data import Batch, Sample, append_response, collate, expand_placeholders, group_ids, prompt_sample
-from rlkit.data.samples import Expansion, check_tracks, expanded_lengths
+from rlkit.data.placeholders import Expansion, expanded_lengths
+from rlkit.data.samples import check_sample
 
 IMAGE, VIDEO = 90, 91
 EOS = 2
@@ -46,7 +47,7 @@ def test_extend_leaves_its_argument_alone():
     assert after.response_ids == [7, EOS]
     assert (after.text, after.finish_reason, after.version, after.group_id) == ("hi", "stop", 3, 4)
     assert after.vision is before.vision
-    check_tracks(after)
+    check_sample(after)
 
 
 def test_extend_refuses_what_would_break_the_next_forward():
@@ -118,7 +119,7 @@ def test_placeholder_expanded_once():
     sample = seen(counts)
     for turn in range(1, 4):  # answer, then the next turn's tokens with one more image
         sample = append_response(sample, [10 + turn, EOS], [-1.0, -1.0])
-        check_tracks(sample)
+        check_sample(sample)
         compact = [*sample.compact_ids, 1, IMAGE, 6]
         counts = [*counts, 2 + turn]
         expanded = expand_placeholders(compact, {IMAGE: counts})
@@ -129,12 +130,12 @@ def test_placeholder_expanded_once():
             expanded, compact, [*sample.mask, *[False] * new], [*sample.logprobs, *[0.0] * new],
             placeholders={IMAGE: counts},
         )  # fmt: skip
-        check_tracks(sample)
+        check_sample(sample)
     assert sum(sample.mask) == 6
     batch = collate([sample])
     assert (batch.tokens == IMAGE).sum() == 3 + 3 + 4 + 5
     again = prompt_sample(sample.token_ids[:5], sample.token_ids[:5], placeholders={IMAGE: [3]})
-    with pytest.raises(ValueError, match="expected 1 placeholders of token 90, got 3"):  # an expanded track
+    with pytest.raises(ValueError, match="expected 1 placeholders of token 90, got 3"):  # expanded already
         collate([again])
 
 
@@ -174,23 +175,23 @@ def test_pad_equals_eos():
 
 
 @pytest.mark.parametrize("name", ["mask", "logprobs"])
-def test_check_tracks_counts_entries(name):
+def test_check_sample_counts_entries(name):
     sample = answered([2], [7], group=5)
     broken = copy.copy(sample)
     object.__setattr__(broken, name, getattr(sample, name)[:-1])
     with pytest.raises(ValueError, match=f"sample of group 5: {name}: expected 5 entries, one per token, got 4"):
-        check_tracks(broken)
+        check_sample(broken)
     with pytest.raises(ValueError, match="group 5"):
         collate([sample, broken])
 
 
-def test_check_tracks_sees_another_token_on_one_track():
+def test_check_sample_sees_another_token_on_one_track():
     sample = answered([2], [7], group=5)
     sample.compact_ids[-1] = 8
     with pytest.raises(
         ValueError, match="group 5: compact_ids: expected tokens that expand to token_ids .* was text tokenized again"
     ):
-        check_tracks(sample)
+        check_sample(sample)
 
 
 SAMPLES = st.lists(

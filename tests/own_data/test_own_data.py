@@ -182,7 +182,7 @@ def test_prompts(name, processor, tmp_path):
     rows = rows_of(task)
     assert len(rows) == 3 and (len(task.train), len(task.heldout)) == (2, 1)
     samples = [encode_prompt(reader(processor, name), row) for row in rows]
-    collate(samples)  # both tracks agree
+    collate(samples)  # compact_ids expand to token_ids
     assert shown(processor, samples[0]) == (text, pictures)
     assert scored(task.reward, rows[0], right) == 1 and scored(task.reward, rows[0], wrong) == 0
     assert scored(task.reward, rows[1], wrong) in (0.0, 1.0)  # the second has an answer too

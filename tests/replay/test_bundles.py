@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from rlkit.data.samples import Expansion, append_response, prompt_sample
+from rlkit.data.placeholders import Expansion
+from rlkit.data.samples import append_response, prompt_sample
 from rlkit.replay.bundles import Bundle, Draw, Update, bundle_path, bundle_steps, read_bundle, write_bundle
 
 PICTURE = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))

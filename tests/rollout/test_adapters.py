@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import deque
 from pathlib import Path
 
 import peft
@@ -13,7 +14,7 @@ from safetensors.torch import load
 from transformers import AutoConfig
 
 from rlkit.data.samples import prompt_sample
-from rlkit.rollout import AsyncSampler, Sampling
+from rlkit.rollout import Sampling
 from rlkit.rollout.adapters import adapter_folder, serialize_adapter
 from rlkit.rollout.serve import serving
 from rlkit.vlm import load_model, lora
@@ -68,12 +69,16 @@ def test_adapters_go_to_all_servers_and_requests_name_them(connect, adapted):
         assert a.pauses == ["wait", "keep", "wait"] and a.slept == ["1", "2"]
 
 
-def test_asynchronous_servers_take_adapters(connect, adapted):
+def test_servers_take_adapters_while_they_sample(connect, adapted):
     with VllmStandin() as a:
-        sampler = AsyncSampler(connect(a), ([[prompt_sample([10])], SAMPLING] for _ in range(3)), max_staleness=1)
-        for _ in sampler:
-            sampler.update_adapter(*adapters(adapted))
-        assert a.version == "3" and sampler.submitted == 3
+        rollout = connect(a)
+        requested = deque(rollout.submit([prompt_sample([10])], SAMPLING) for _ in range(2))
+        for step in range(3):
+            assert len(requested.popleft().result(60)) == 1
+            rollout.update_adapter(*adapters(adapted))
+            if step == 0:
+                requested.append(rollout.submit([prompt_sample([10])], SAMPLING))
+        assert a.version == "3" and len(a.answered) == 3
 
 
 def test_what_was_submitted_before_the_first_adapters_is_finished_with_the_base_model(connect, adapted):

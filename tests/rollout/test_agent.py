@@ -1,4 +1,4 @@
-"""Episodes of several turns: both token tracks, what is masked, limits, tools that fail."""
+"""Episodes of several turns: tokens, what is masked, limits, tools that fail."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ from PIL import Image
 
 from rlkit.data import append_response, collate, prompt_sample
 from rlkit.data.messages import message
-from rlkit.data.samples import append_observation, check_tracks
+from rlkit.data.samples import append_observation, check_sample
 from rlkit.engines import make_engine
 from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout, uniforms
@@ -78,7 +78,7 @@ def random_text(rng):
 
 
 def test_placeholder_expanded_once(processor):
-    """500 random conversations of several turns and images: both tracks are the processor's own, of the whole text."""
+    """500 random conversations of several turns and images: all tokens are the processor's own, of the whole text."""
     rng = np.random.default_rng(0)
     sizes = (28, 56, 84)
 
@@ -103,7 +103,7 @@ def test_placeholder_expanded_once(processor):
         whole = processor(text=[text], images=sample.images or None, return_tensors="pt")
         assert sample.token_ids == whole["input_ids"][0].tolist()
         assert sample.compact_ids == processor.tokenizer(text)["input_ids"]
-        check_tracks(sample)
+        check_sample(sample)
         for name, tensor in sample.vision.items():
             assert torch.equal(tensor, whole[name])
         said = [m["content"] for m in sample.row["messages"] if m["role"] == "assistant"]
@@ -144,7 +144,7 @@ def test_a_turn_that_another_token_ended_gets_the_end_token_of_the_template(proc
         last.removesuffix("<|im_end|>") + "<|im_end|>\n<|im_start|>user\nresult<|im_end|>"
     )
     assert sum(sample.mask) == 4  # the end token of the template was not sampled
-    check_tracks(sample)
+    check_sample(sample)
 
 
 def test_never_retokenise(processor):
@@ -156,10 +156,10 @@ def test_never_retokenise(processor):
     for i, sample in enumerate(samples):
         assert sample.response_ids == [*spelled, processor.tokenizer.eos_token_id] * 3
         for earlier in (call[i] for call in sampler.calls):
-            for track in ("token_ids", "compact_ids", "mask", "logprobs"):
-                assert getattr(sample, track)[: len(getattr(earlier, track))] == getattr(earlier, track)
+            for name in ("token_ids", "compact_ids", "mask", "logprobs"):
+                assert getattr(sample, name)[: len(getattr(earlier, name))] == getattr(earlier, name)
         assert sample.logprobs == [-0.5 if trained else 0.0 for trained in sample.mask]
-        check_tracks(sample)
+        check_sample(sample)
     assert collate(samples).total_tokens == 54
 
 
@@ -346,7 +346,7 @@ def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, c
     for sample in shown[2:4]:
         assert why in sample.row["messages"][2]["content"]
         assert why in decode(processor, sample.token_ids) and why not in decode(processor, sample.response_ids)
-        check_tracks(sample)
+        check_sample(sample)
 
 
 def test_a_failure_that_cannot_be_shown_is_aborted(processor):

@@ -24,7 +24,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from waiting import until
 
 from rlkit.data import load_task
-from rlkit.data.samples import Audio, Video, prompt_sample
+from rlkit.data.media import Audio, Video
+from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment, serving

@@ -16,7 +16,8 @@ from transformers import AutoConfig, Qwen2Config
 from waiting import until
 
 from rlkit.data import load_task
-from rlkit.data.samples import Audio, Video, prompt_sample
+from rlkit.data.media import Audio, Video
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import sample_name
 from rlkit.rollout.servers.sglang import SglangGroup, group_store

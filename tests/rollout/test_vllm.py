@@ -18,7 +18,8 @@ from transformers import AutoConfig, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from family_configs import BASE, COMPASS, GLM5, QWEN4, TEXT, VISION
 
-from rlkit.data.samples import Video, prompt_sample
+from rlkit.data.media import Video
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.adapters import ADAPTER_ID
 from rlkit.rollout.inference_requests import finished_sample
@@ -658,7 +659,7 @@ def test_frames_of_smolvlm_are_images_that_the_trainer_has_prepared():
     assert not has_prepared(replace(request, vision={"pixel_values": vision["pixel_values"]}))
 
 
-def test_a_request_carries_the_compact_track():
+def test_a_request_has_the_compact_ids():
     images = [object()]
     request = prompt_sample([7, 8, 8, 8, 9], [7, 8, 9], images=images, placeholders={8: [3]})
     assert vllm_prompt(request, None) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}

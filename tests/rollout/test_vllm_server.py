@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rlkit.data import collate
 from rlkit.data.samples import append_response, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.losses import token_mean
-from rlkit.rollout import AsyncSampler, Sampling, make_rollout
+from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.adapters import serialize_adapter
 from rlkit.rollout.serve import serving
 from rlkit.rollout.servers.teacher import VllmTeacher
@@ -357,16 +357,23 @@ def test_the_next_batch_is_generated_during_training(engine, rollout, prompts, m
         return future
 
     monkeypatch.setattr(rollout, "submit", timed_submit)
-    batches = ((prompts[:3], Sampling(100, temperature=0.8, seed=(8, k))) for k in range(4))
-    sampler, trained, staleness = AsyncSampler(rollout, batches, n=4, max_staleness=1), [], []
+
+    def request(step):
+        return rollout.submit(prompts[:3], Sampling(100, temperature=0.8, seed=(8, step)), 4)
+
+    trained, staleness = [], []
     rollout.update_weights(engine.get_per_tensor_param())
-    for samples in sampler:
+    requested = deque([request(0), request(1)])
+    for step in range(4):
+        samples = requested.popleft().result(timeout=1000)
         began = time.perf_counter()
         staleness.append(max(rollout.version - sample.version for sample in samples))
         engine.train_batch(collate(samples), lambda out, mb: (token_mean(out.logprobs, mb.mask, mb.total_tokens), {}))
         trained.append((began, time.perf_counter()))
-        sampler.update_weights(engine.get_per_tensor_param())
-    assert len(staleness) == 4 and staleness[0] == 0 and max(staleness) == 1
+        rollout.update_weights(engine.get_per_tensor_param())
+        if step < 2:
+            requested.append(request(step + 2))
+    assert staleness[0] == 0 and max(staleness) == 1
     overlaps = [min(end, last) - max(began, first) for began, end in trained for first, last in generated]
     assert max(overlaps) > 0  # which batches these are is the machine's affair
 

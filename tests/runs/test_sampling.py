@@ -11,7 +11,6 @@ import torch
 
 from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed
-from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.runs import Answers, PolicySampler, Prompts, evaluate_heldout
 from rlkit.runs.answers import LearningWarnings, accuracy, too_few_scored
 from rlkit.vlm import load_processor
@@ -209,18 +208,14 @@ def test_the_warning_of_cut_episodes_names_the_limits_of_a_turn_and_of_an_episod
     assert "--max_response_tokens 20 " in said[1]
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_weights_are_sent_in_the_dtype_of_the_servers(wrapped):
-    """Also through an `AsyncSampler`; a sampler that does not say is sent the weights' own dtype."""
+def test_weights_are_sent_in_the_dtype_of_the_servers():
+    """A sampler that does not say is sent the weights' own dtype."""
 
     class Servers:
         weight_dtype, generate = torch.bfloat16, None
 
         def update_weights(self, weights):
             self.received = dict(weights)
-
-        def submit(self):
-            """Not called: there are no batches."""
 
     def weights(dtype=torch.float32):
         yield "matrix", torch.ones(8, 4, dtype=dtype)
@@ -229,9 +224,8 @@ def test_weights_are_sent_in_the_dtype_of_the_servers(wrapped):
     engine = SimpleNamespace(get_per_tensor_param=weights)
     servers = Servers()
     sampler = PolicySampler(cfg, None, SimpleNamespace(reward=None), None, engine, servers)
-    to = AsyncSampler(servers, []) if wrapped else servers
-    sampler.send_weights(to)
+    sampler.send_weights(servers)
     assert servers.received["matrix"].dtype == torch.bfloat16 and sampler.sent_bytes == 64
     servers.weight_dtype = None
-    sampler.send_weights(to)
+    sampler.send_weights(servers)
     assert servers.received["matrix"].dtype == torch.float32 and sampler.sent_bytes == 128

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import family_processors
 
 from rlkit.data import append_observation, load_task
-from rlkit.data.samples import Audio, check_tracks
+from rlkit.data.media import Audio
+from rlkit.data.samples import check_sample
 from rlkit.doctor.task import check_rows, show_rows
 from rlkit.engines import make_engine
 from rlkit.rollout.vllm_requests import vllm_prompt
@@ -280,7 +281,7 @@ def test_features_of_an_audio_do_not_depend_on_the_rows_beside_it(family):
     alone = [encode_prompt(processor, {"question": "?", "audio": sound}) for sound in sounds]
     both = encode_prompt(processor, {"question": "? <audio> <audio>", "audios": sounds[:2]})
     observed = append_observation(both, alone[2])
-    check_tracks(observed)
+    check_sample(observed)
     assert [len(one.audios) for one in (both, observed)] == [2, 3]
 
     def features(vision):

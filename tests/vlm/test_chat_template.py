@@ -50,7 +50,7 @@ def test_every_turn_of_the_assistant_is_trained_and_nothing_else(processor):
     ]
     prompt = encode_prompt(processor, chat_row({"messages": turns, "images": images}))
     sample = encode_chat(prompt, processor, end_of(processor), 200)
-    collate([sample])  # both tracks agree
+    collate([sample])  # compact_ids expand to token_ids
     assert texts(processor, sample) == [
         (
             False,

@@ -24,8 +24,10 @@ from test_families import TEXT, WAYS, all_at_once, gradients, one_at_a_time, tex
 
 from rlkit.data import append_observation, append_response, collate  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
+from rlkit.data.media import Audio, Video  # noqa: E402
 from rlkit.data.messages import prompt_of  # noqa: E402
-from rlkit.data.samples import AUDIO_MASKS, FRAME_COUNTS, Audio, Video, check_tracks, prompt_sample  # noqa: E402
+from rlkit.data.samples import check_sample, prompt_sample  # noqa: E402
+from rlkit.data.vision_tensors import AUDIO_MASKS, FRAME_COUNTS  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packing.dummy_media import dummy_sample  # noqa: E402
@@ -229,11 +231,11 @@ def image_features(base, sample):
 
 
 @pytest.mark.parametrize("family", SEES)
-def test_both_tracks_are_the_processors_own(family):
+def test_tokens_are_the_processors_own(family):
     """What it gives by itself; and as many image tokens as the model's vision tower has features for them."""
     processor, base = reader(family), model(family)
     for sample, sizes in zip(prompts(family), SIZES, strict=True):
-        check_tracks(sample)
+        check_sample(sample)
         assert sample.compact_ids.count(placeholder_id(processor, "image")) == len(sizes)
         text = processor.tokenizer.decode(sample.compact_ids)
         assert "how many" in text and "assistant" in text
@@ -265,11 +267,11 @@ def test_paddleocr_resizes_position_embeddings_as_published():
 
 
 @pytest.mark.parametrize("family", [family for family in WATCHES if family != "smolvlm"])
-def test_both_tracks_of_videos_are_the_processors_own(family):
+def test_tokens_of_videos_are_the_processors_own(family):
     """And the position ids are those of the model's own `get_rope_index`."""
     processor, base = reader(family), model(family)
     for sample, (videos, images, _) in zip(watching_prompts(family), clips(family), strict=True):
-        check_tracks(sample)
+        check_sample(sample)
         tokens = [placeholder_id(processor, kind) for kind in ("video", "image")]
         assert [sample.compact_ids.count(token) for token in tokens] == [len(videos), len(images)]
         own = processor(
@@ -317,12 +319,12 @@ def own_smolvlm(messages, videos, images):
     )
 
 
-def test_both_tracks_of_smolvlms_videos_are_the_processors_own():
+def test_tokens_of_smolvlms_videos_are_the_processors_own():
     """Given a chat; it loses the pixels of images beside videos, which are those of images alone, in their places."""
     processor, size = reader("smolvlm"), 4
     alone, mixed = watching_prompts("smolvlm")
     for sample, (videos, images, _) in zip((alone, mixed), clips("smolvlm"), strict=True):
-        check_tracks(sample)
+        check_sample(sample)
         frames = [one["frames"] for one in videos]
         own = own_smolvlm(prompt_of(sample.row).messages, frames, images)
         assert sample.token_ids == own["input_ids"][0].tolist()
@@ -355,7 +357,7 @@ def test_a_chat_with_videos_of_smolvlm_is_trained_on_its_answers():
     media = {"videos": [clip(2, 20, 20), clip(2, 24, 12)], "images": [image(40, 18)]}
     prompt = encode_prompt(processor, chat_row({"messages": messages, **media, "where": "row"}))
     sample = encode_chat(prompt, processor, [end], 500)
-    check_tracks(sample)
+    check_sample(sample)
     assert sample.token_ids[: len(prompt.token_ids)] == prompt.token_ids
     assert processor.tokenizer.decode(sample.response_ids) == " digit<end_of_utterance> user<end_of_utterance>"
     (short,) = encode_answers(prompt, processor, ["user"], [end], 500)
@@ -387,11 +389,11 @@ def test_videos_of_smolvlm_go_to_vllm_as_prepared_only():
 
 
 @pytest.mark.parametrize("family", OMNI)
-def test_both_tracks_of_omni_videos_are_the_processors_own(family):
+def test_tokens_of_omni_videos_are_the_processors_own(family):
     """The processor has one rate for the videos of a call, on which only the times depend."""
     processor, base = reader(family), model(family)
     for sample, (videos, images, _) in zip(watching_prompts(family), OMNI_CLIPS, strict=True):
-        check_tracks(sample)
+        check_sample(sample)
         ids = {kind: getattr(base.config, f"{kind}_token_id") for kind in ("video", "image")}
         assert [sample.compact_ids.count(token) for token in ids.values()] == [len(videos), len(images)]
         own = processor(
@@ -418,11 +420,11 @@ def test_both_tracks_of_omni_videos_are_the_processors_own(family):
 
 
 @pytest.mark.parametrize("family", OMNI)
-def test_both_tracks_of_videos_with_sound_are_the_processors_own(family):
+def test_tokens_of_videos_with_sound_are_the_processors_own(family):
     """In a call for each, as the processor has one rate, and all or none of the videos of a call have sound."""
     processor, base = reader(family), model(family)
     for sample in listening_prompts(family)[:2]:
-        check_tracks(sample)
+        check_sample(sample)
         sounds = [one.sound.samples for one in sample.videos]
         own = processor(
             text=[processor.tokenizer.decode(sample.compact_ids)],
@@ -452,7 +454,7 @@ def test_both_tracks_of_videos_with_sound_are_the_processors_own(family):
         )
         assert torch.equal(positions(sample, rope3d_spec(base.config)), expected)
     mixed, ids = listening_prompts(family)[2], base.config
-    check_tracks(mixed)
+    check_sample(mixed)
     lengths = audio_tokens(mixed.vision["feature_attention_mask"].sum(1), base.config).tolist()
     order = [token for token, _ in groupby(mixed.token_ids) if token in (ids.audio_token_id, ids.video_token_id)]
     assert order[:2] == [ids.audio_token_id, ids.video_token_id] and order.count(ids.audio_token_id) == 3
@@ -466,11 +468,11 @@ def _each_alone(extractor, audios):
 
 
 @pytest.mark.parametrize("family", HEARS)
-def test_both_tracks_of_audios_are_the_processors_own(family):
+def test_tokens_of_audios_are_the_processors_own(family):
     """And Qwen's position ids are those of its own `get_rope_index`; features have no padding to the limit."""
     processor, base = reader(family), model(family)
     for sample, (_, images, _) in zip(hearing_prompts(family), SOUNDS, strict=True):
-        check_tracks(sample)
+        check_sample(sample)
         ids = {kind: getattr(base.config, f"{kind}_token_id") for kind in ("audio", "image")}
         assert [sample.compact_ids.count(token) for token in ids.values()] == [len(sample.audios), len(images)]
         own = processor(
@@ -680,7 +682,7 @@ def test_a_chat_is_trained_on_its_answers(family):
     row = chat_row({"messages": messages, "images": [image(40, 18)], "where": "row"})
     prompt, ends = encode_prompt(processor, row), [processor.tokenizer.convert_tokens_to_ids("<|im_end|>")]
     sample = encode_chat(prompt, processor, ends, 200)
-    check_tracks(sample)
+    check_sample(sample)
     assert sample.token_ids[: len(prompt.token_ids)] == prompt.token_ids
     assert processor.tokenizer.decode(sample.response_ids) == "digit<|im_end|>user<|im_end|>"
     (short,) = encode_answers(prompt, processor, ["user"], ends, 200)
@@ -731,7 +733,7 @@ def test_an_observation_brings_its_images(family):
     """Behind a prompt's own, in order: the tower sees what it sees of the two apart."""
     _, one, two = prompts(family)
     both, base = append_observation(one, two), model(family)
-    check_tracks(both)
+    check_sample(both)
     joint, *separate = (image_features(base, sample) for sample in (both, one, two))
     torch.testing.assert_close([*joint], [*separate[0], *separate[1]], atol=1e-5, rtol=1e-5)
 

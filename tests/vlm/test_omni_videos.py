@@ -15,7 +15,7 @@ import family_processors
 from test_audios import OMNI, loudest, tone
 from test_videos import film
 
-from rlkit.data.samples import Audio, Video
+from rlkit.data.media import Audio, Video
 from rlkit.report.answers import prompt_record
 from rlkit.rollout.vllm_requests import vllm_prompt, vllm_video_options
 from rlkit.vlm import encode_prompt, load_processor

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import family_processors  # noqa: E402
 
 from rlkit.data import collate, expand_placeholders  # noqa: E402
-from rlkit.data.samples import Expansion, check_tracks  # noqa: E402
+from rlkit.data.placeholders import Expansion  # noqa: E402
+from rlkit.data.samples import check_sample  # noqa: E402
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     decode,
@@ -184,9 +185,9 @@ def counts(sample, processor) -> tuple[int, int]:
     return sample.compact_ids.count(token), sample.token_ids.count(token)
 
 
-def test_encode_tracks_agree(processor):
+def test_compact_ids_expand_to_token_ids(processor):
     sample = encode_prompt(processor, ask(image(56, 56), image(112, 84, 1)), group_id=5)
-    check_tracks(sample)
+    check_sample(sample)
     assert counts(sample, processor) == (2, 4 + 12)
     assert sample.placeholders == {processor.image_token_id: [4, 12]} and sample.group_id == 5
     assert sample.vision["image_grid_thw"].tolist() == [[1, 4, 4], [1, 6, 8]]
@@ -221,7 +222,7 @@ def test_encode_messages(processor):
         {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "image"}, {"type": "text", "text": "B"}]},
     ]
     sample = encode_prompt(processor, ask(image(), messages=messages))
-    check_tracks(sample)
+    check_sample(sample)
     shown = processor.tokenizer.decode(sample.compact_ids)
     assert "system\nBe short." in shown and "A<|vision_start|><|image_pad|><|vision_end|>B" in shown
 
@@ -234,7 +235,7 @@ def test_expansion_is_the_processors_own(processor, sizes):
     text = processor.tokenizer.decode(sample.compact_ids)
     own = processor(text=[text], images=images)["input_ids"][0]
     assert sample.token_ids == list(own) == expand_placeholders(sample.compact_ids, sample.placeholders)
-    check_tracks(sample)
+    check_sample(sample)
 
 
 def test_image_tokens_never_truncated(processor):

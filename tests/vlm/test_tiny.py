@@ -71,7 +71,7 @@ def test_digits_and_capitals_are_tokens_of_their_own(text_dir, sorting):
     assert len(tiny_tokenizer(["XXVII 1999"] * 9)("XXVII1999")["input_ids"]) < 9
 
 
-def test_a_prompt_of_text_has_one_track_and_no_images(text_dir, sorting):
+def test_a_prompt_of_text_has_no_placeholders_and_no_images(text_dir, sorting):
     sample = encode_prompt(load_processor(text_dir), sorting.heldout[0])
     assert sample.token_ids == sample.compact_ids and not sample.vision and not sample.placeholders
     with pytest.raises(ValueError, match="images: expected none, as the model's processor is a tokenizer"):

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rope3d_families import QWEN2_5, VIDEO
 
 from rlkit.data import load_task
-from rlkit.data.samples import Audio, Video
+from rlkit.data.media import Audio, Video
 from rlkit.doctor.task import check_rows, show_rows
 from rlkit.report.answers import frame_grid, prompt_record, save_image
 from rlkit.rollout.vllm_requests import check_videos, vllm_prompt

@@ -99,8 +99,8 @@ def fill_flat_parameters(rows: dict[nn.Parameter, Tensor], mesh: DeviceMesh) -> 
         mesh: that of `read_rows`, and of FSDP1.
     """
     sizes = gather_objects([p.numel() for p in rows], mesh.get_group())  # of the pieces of each rank
-    for p, of_ranks in zip(list(rows), zip(*sizes, strict=True), strict=True):
-        _fill(p.detach().view(-1), rows.pop(p), of_ranks, mesh)
+    for p, rank_sizes in zip(list(rows), zip(*sizes, strict=True), strict=True):
+        _fill(p.detach().view(-1), rows.pop(p), rank_sizes, mesh)
         _return_freed_memory()
 
 

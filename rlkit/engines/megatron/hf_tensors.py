@@ -51,8 +51,8 @@ def module_to_file(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     tensor, expert = tensors[module_name(name)], HF_EXPERT.fullmatch(name)
     if expert is None:
         return tensor
-    of_expert = tensor[int(expert[2])]
-    return of_expert if expert[3] == "down" else of_expert.chunk(2)[expert[3] == "up"]
+    expert_tensor = tensor[int(expert[2])]
+    return expert_tensor if expert[3] == "down" else expert_tensor.chunk(2)[expert[3] == "up"]
 
 
 def module_to_files(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -60,11 +60,11 @@ def module_to_files(name: str, tensor: Tensor) -> dict[str, Tensor]:
     experts = EXPERTS.fullmatch(name)
     if experts is None:
         return {name: tensor}
-    of_files: dict[str, Tensor] = {}
+    file_tensors: dict[str, Tensor] = {}
     for number, matrix in enumerate(tensor):
         parts = {"down": matrix} if experts[2] == "down" else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
-        of_files |= {f"{experts[1]}.{number}.{part}_proj.weight": x for part, x in parts.items()}
-    return of_files
+        file_tensors |= {f"{experts[1]}.{number}.{part}_proj.weight": x for part, x in parts.items()}
+    return file_tensors
 
 
 class HFTensor(NamedTuple):
@@ -160,9 +160,9 @@ def _separate_experts(name: str, tensor: Any) -> dict[str, Any]:
     half = rows // 2
     parts = {"down": slice(0, rows)} if match[2] == "down" else {"gate": slice(0, half), "up": slice(half, rows)}
     return {
-        f"{match[1]}.{number}.{part}_proj.weight": _ExpertMatrix(tensor, number, of_part)
+        f"{match[1]}.{number}.{part}_proj.weight": _ExpertMatrix(tensor, number, part_rows)
         for number in range(experts)
-        for part, of_part in parts.items()
+        for part, part_rows in parts.items()
     }
 
 

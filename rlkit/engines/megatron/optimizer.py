@@ -217,8 +217,8 @@ def param_groups(
     """The optimizer's parameter groups with the Hugging Face names of all stages."""
     own: list[list[str]] = [[] for _ in optimizer.optimizer.param_groups]
     for parameter, names in training:
-        of_group = own[groups[parameter]]
-        of_group += [name for name in map(module_name, names) if name not in of_group]
+        group_names = own[groups[parameter]]
+        group_names += [name for name in map(module_name, names) if name not in group_names]
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[Any] = [None] * group.size()
     dist.all_gather_object(stages, own, group=group)
@@ -252,9 +252,9 @@ def load_tensors(
         if not parameter.requires_grad:
             continue
         has_shard = optimizer is not None and local_shard(optimizer, parameter) is not None
-        of_module = list(dict.fromkeys(map(module_name, names)))
+        module_names = list(dict.fromkeys(map(module_name, names)))
         for kind in ("param", *MOMENTS) if has_shard else ("param",):
-            tensors = {name: torch.zeros(shapes[name]) for name in of_module}
+            tensors = {name: torch.zeros(shapes[name]) for name in module_names}
             moments = {name: {kind: x} for name, x in tensors.items() if name in with_moments}
             reader.fill({"model": tensors} if kind == "param" else {"optimizer": {"state": moments}})
             part = torch.empty(parameter.shape)
@@ -262,8 +262,8 @@ def load_tensors(
             set_values(parameter, optimizer, {kind: part})
         if has_shard:
             step = torch.zeros(())
-            if of_module[0] in with_moments:
-                reader.fill({"optimizer": {"state": {of_module[0]: {"step": step}}}})
+            if module_names[0] in with_moments:
+                reader.fill({"optimizer": {"state": {module_names[0]: {"step": step}}}})
             set_values(parameter, optimizer, {"step": step})
 
 

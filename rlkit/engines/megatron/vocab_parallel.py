@@ -103,10 +103,10 @@ class _LinearLogprobs(torch.autograd.Function):
         add_product = _add_product if kernels is None else kernels.add_product
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        of_tokens = (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy)
+        per_token = (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy)
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            grad = logit_gradients(hidden[rows], weight, None, suppressed, *(x[rows] for x in of_tokens))
+            grad = logit_gradients(hidden[rows], weight, None, suppressed, *(x[rows] for x in per_token))
             with torch.autocast(hidden.device.type, enabled=False):
                 grad_hidden[rows] = grad @ weight
                 if grad_weight is not None:

@@ -286,7 +286,7 @@ def full_parameters(
         size_of = {info.name: info.shape.numel() * info.dtype.itemsize for info in infos}
         dtype_of = {info.name: info.dtype for info in infos}
         names = [mapped.hf_names for mapped in own] if is_own else [(info.name,) for info in infos]
-        for bucket in _buckets([sum(size_of[name] for name in of_one) for of_one in names], bucket_bytes):
+        for bucket in _buckets([sum(size_of[name] for name in own_names) for own_names in names], bucket_bytes):
             if is_own:
                 tensors = _gather_hf_tensors(own[bucket], dtype_of, config)
             else:

@@ -205,11 +205,11 @@ def temperature_by_position(module: Any, query: Tensor, layout: PackedLayout) ->
     count, rank = query.shape[2], 0 if layout.ulysses is None else layout.ulysses.rank
     index = torch.arange(count, device=query.device)
     position = layout.positions[rank * count : (rank + 1) * count]
-    of_index, of_position = (
+    index_scale, position_scale = (
         torch.log1p(torch.floor((at.float() + 1) / module.floor_scale)) * module.attn_scale + 1
         for at in (index, position)
     )
-    return (query * (of_position / of_index)[:, None]).to(query.dtype)
+    return (query * (position_scale / index_scale)[:, None]).to(query.dtype)
 
 
 def _check_packable(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, FRAME_COUNTS, Sample, append_observation, prompt_sample
+from rlkit.data.samples import Sample, append_observation, prompt_sample
+from rlkit.data.vision_tensors import AUDIO_FEATURES, AUDIO_MASKS, FRAME_COUNTS
 from rlkit.vlm.families import (
     IMAGE_DIMENSION_FAMILIES,
     PATCH_ROW_FAMILIES,

@@ -76,10 +76,10 @@ class PackedLayout:
             while done < length:
                 chunk_start = (prefix + done) // size * size  # position in the sequence
                 part = min(length, chunk_start + size - prefix) - done
-                of_prefix = max(0, prefix - chunk_start)
+                prefix_part = max(0, prefix - chunk_start)
                 starts.append(start + done)
                 lengths.append(part)
-                prefixes.append((prefix_start + chunk_start, of_prefix) if of_prefix else (0, 0))
+                prefixes.append((prefix_start + chunk_start, prefix_part) if prefix_part else (0, 0))
                 done += part
         return starts, lengths, prefixes
 
@@ -211,8 +211,8 @@ class AttentionBlock(NamedTuple):
         if window is not None and not images_in_windows:
             mask = mask & (self.distance < window)
         if image_ids is not None:
-            of_query, of_key = image_ids[self.query_indices][:, :, None], image_ids[self.key_indices][:, None]
-            mask = mask | (of_query == of_key) & (of_query >= 0) & self.is_key[:, None]
+            query_images, key_images = image_ids[self.query_indices][:, :, None], image_ids[self.key_indices][:, None]
+            mask = mask | (query_images == key_images) & (query_images >= 0) & self.is_key[:, None]
         if window is not None and images_in_windows:
             mask = mask & (self.distance < window)
         return mask[:, None] if mask.ndim == 3 else mask

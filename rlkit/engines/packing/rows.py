@@ -78,9 +78,9 @@ def rows_that_continue(
     row_of = {starts[i]: row for row, i in enumerate(chain.from_iterable(prompts))}
     blocks = [RowBlock(tokens(group, "left")) for group in prompts]
     for group in answers:
-        of_answers = tokens(group, "right")
-        of_answers = pad(of_answers, (0, max(0, 2 - of_answers.shape[1])), value=count)
-        blocks.append(RowBlock(of_answers, torch.tensor([row_of[prefixes[i][0]] for i in group])))
+        answer_tokens = tokens(group, "right")
+        answer_tokens = pad(answer_tokens, (0, max(0, 2 - answer_tokens.shape[1])), value=count)
+        blocks.append(RowBlock(answer_tokens, torch.tensor([row_of[prefixes[i][0]] for i in group])))
     return _to_device(blocks, [block.tokens for block in blocks], count, device)
 
 

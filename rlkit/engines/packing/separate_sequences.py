@@ -69,8 +69,8 @@ class SeparateSequences:
         self.inputs = {**dict(zip(signature(layer.forward).parameters, args, strict=False)), **kwargs}
         self.inputs.pop("packed_layout", None)
         if self.layout.ulysses is not None:
-            of_tokens = {name: x for name, x in self.inputs.items() if name != CHOICE}
-            self.inputs |= tree_map(partial(_gather, layout=self.layout), of_tokens)
+            token_inputs = {name: x for name, x in self.inputs.items() if name != CHOICE}
+            self.inputs |= tree_map(partial(_gather, layout=self.layout), token_inputs)
         if _continues(layer, self.layout):
             self.inputs["cache_params"] = PromptStates(layer.layer_idx)
         self.layout.calls_by_sequence += 1
@@ -99,8 +99,8 @@ class SeparateSequences:
         self.inputs = {}
         if isinstance(output, Tensor):
             return _joined(outputs, rows, self.layout)
-        of_rows, _, *choices = zip(*outputs, strict=True)  # the second would be attention weights
-        return _joined(of_rows, rows, self.layout), None, *map(list, choices)
+        hidden, _, *choices = zip(*outputs, strict=True)  # the second would be attention weights
+        return _joined(hidden, rows, self.layout), None, *map(list, choices)
 
 
 class PromptStates:

@@ -22,7 +22,7 @@ from rlkit.rollout.sampling import OnFinished, Sampling, model_end_token_ids, sa
 from rlkit.rollout.servers.claim import claim_servers, release_servers
 from rlkit.rollout.servers.media import MediaEncoder, Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
-from rlkit.rollout.servers.shared_load import store_of_ranks
+from rlkit.rollout.servers.shared_load import connect_to_store
 from rlkit.rollout.servers.weight_dtype import common_dtype, dtype_by_name
 from rlkit.rollout.servers.weight_transfer import TransferGroup, local_address, send_weights
 from rlkit.vlm.loading import load_config
@@ -112,7 +112,7 @@ class ServerRollout(ABC):
             timeout=timeout,
             start_hint=self.start_hint,
             health_path=self.health_path,
-            store=store_of_ranks(),
+            store=connect_to_store(),
             rank_and_ranks=(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1),
         )
         self.receivers = self.pool.servers  # the servers of a weight update, from its beginning to its end

@@ -67,7 +67,7 @@ class SharedLoad:
             return None
 
 
-def store_of_ranks() -> dist.Store | None:
+def connect_to_store() -> dist.Store | None:
     """A new connection to the store of the default process group; None for a single process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

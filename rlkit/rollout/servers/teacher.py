@@ -28,7 +28,7 @@ from rlkit.rollout.sampling import sample_name
 from rlkit.rollout.servers.media import MediaEncoder, Part
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
 from rlkit.rollout.servers.rollout import version_number
-from rlkit.rollout.servers.shared_load import store_of_ranks
+from rlkit.rollout.servers.shared_load import connect_to_store
 from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
 from rlkit.rollout.vllm_requests import as_trainer_tokens, check_server_media
 
@@ -80,7 +80,7 @@ class VllmTeacher:
             max_sequences=max_sequences,
             timeout=timeout,
             start_hint=START_HINT,
-            store=store_of_ranks(),
+            store=connect_to_store(),
             rank_and_ranks=(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1),
         )
         self.context_lengths = self.pool.run(self._handshake_all(connect_timeout, top_k))  # of each server
@@ -131,9 +131,9 @@ class VllmTeacher:
         own_scores = self.pool.run(self._score(samples[rank::ranks], k))
         if self.group is None:
             return own_scores
-        of_ranks: list[Any] = [None] * ranks
-        dist.all_gather_object(of_ranks, own_scores, group=self.group)
-        return [of_ranks[i % ranks][i // ranks] for i in range(len(samples))]
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, own_scores, group=self.group)
+        return [gathered[i % ranks][i // ranks] for i in range(len(samples))]
 
     def _check_media(self, sample: Sample, media: Sequence[str]) -> None:
         if self.processor is None or self.config is None:
