@@ -48,6 +48,7 @@ WORST = [
     *[("[1,2,3,", part, "!") for part in ("1", " ", "-")],
     *[("```", part, "!") for part in (" ", "a", " a", "\t")],
     *[("```py\n", part, "") for part in ("x\n", "`", " ```")],
+    *[("", part, "") for part in ("\\[ ", "$$ ", "\\[\n", "\\begin{a}\n", "\\begin{a", "\\begin{a} ")],
     *[("<think></think><answer>", part, "!") for part in (" ", "<", "x</answer")],
     *[("<think></think>", part, "<answer>x</answer>") for part in (" ", "\n")],
 ]
