@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import THINKING_TAGS, thinking_tags_of
+from rlkit.rewards.rules import best_match
 from rlkit.rewards.workers import Worker, WorkerPool, end_worker, exit_code, read_line
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
@@ -73,13 +74,17 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
 def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
     r"""1 if the content of the answer's last `\boxed{}` is the row's answer as text, 0 if not; None without an answer.
 
-    Case, white space, and dollars or `\text{}` around it are ignored. The row's answer may be in a box itself.
+    Case, white space, and dollars or `\text{}` around it are ignored. The row's answer may be in a box itself, or a list
+    of answers, one of which is enough.
     """
-    if row.get("answer") is None:
-        return None
-    answer, gold = final_answer(text, thinking_tags_of(row)[1]), final_answer(str(row["answer"]))
-    right = gold.text if gold is not None and gold.boxed else str(row["answer"])
-    return float(answer is not None and answer.boxed and _words(answer.text) == _words(right))
+    answer = final_answer(text, thinking_tags_of(row)[1])
+
+    def is_same(right: str) -> float:
+        gold = final_answer(right)
+        right = gold.text if gold is not None and gold.boxed else right
+        return float(answer is not None and answer.boxed and _words(answer.text) == _words(right))
+
+    return best_match(is_same, row.get("answer"))
 
 
 def _words(text: str) -> str:
