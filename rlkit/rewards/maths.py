@@ -74,8 +74,8 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
 def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
     r"""1 if the content of the answer's last `\boxed{}` is the row's answer as text, 0 if not; None without an answer.
 
-    Case, white space, and dollars or `\text{}` around it are ignored. The row's answer may be in a box itself, or a list
-    of answers, one of which is enough.
+    Case, white space, and dollars or `\text{}` around it are ignored. The row's answer may be in a box itself. It may
+    be a list of answers, one of which is enough.
     """
     answer = final_answer(text, thinking_tags_of(row)[1])
 
