@@ -79,14 +79,17 @@ class Chat(NamedTuple):
 def task_row(raw: Row) -> dict[str, Any]:
     """A prompt and the correct answer: from an answer column, or else the last message of the assistant.
 
+    An answer of the chat is also kept as `completion`, for supervised fine-tuning on the task.
+
     Raises:
         ValueError: no question or several, images without places, or several answers that differ.
     """
     chat = read_chat(raw)
-    answer = _right_answer(raw)
-    if answer is None and chat.completion is not None:
-        answer = text_of(chat.completion)
-    return {**_prompt(raw, chat.messages, "task"), "answer": answer}
+    row = {**_prompt(raw, chat.messages, "task"), "answer": _right_answer(raw)}
+    if chat.completion is not None:
+        row["completion"] = _text_if_all(chat.completion)
+        row["answer"] = text_of(chat.completion) if row["answer"] is None else row["answer"]
+    return row
 
 
 def chat_row(raw: Row) -> dict[str, Any]:
@@ -111,8 +114,9 @@ def pair_row(raw: Row) -> dict[str, Any]:
     """A prompt with a chosen and a rejected answer.
 
     If `chosen` and `rejected` are chats (lists of messages, or Anthropic's texts), the messages with which both begin
-    are the prompt, and a prompt column is ignored. If they are texts without a prompt column, the prompt is their
-    common beginning, up to its last space.
+    are the prompt, and a prompt column is ignored. If they begin with the assistant, they go on from the prompt column,
+    unless they repeat its last message. If `chosen` and `rejected` are texts without a prompt column, the prompt is
+    their common beginning, up to its last white space.
 
     Raises:
         ValueError: no prompt, no answers, the same answer twice, or answers of several messages.
@@ -123,10 +127,14 @@ def pair_row(raw: Row) -> dict[str, Any]:
     shared = 0
     if isinstance(chosen, list) and isinstance(rejected, list):
         shared = next((i for i, two in enumerate(zip(chosen, rejected, strict=False)) if two[0] != two[1]), 0)
-        messages = chosen[:shared] or read_chat(raw).messages
+        messages = chosen[:shared]
+        goes_on = not messages or messages[0]["role"] == "assistant" and _columns(raw, PROMPT_COLUMNS)
+        before = read_chat(raw).messages if goes_on else []
+        messages = [*before, *messages] if before and before[-1] not in messages else _with_system(raw, messages)
         chosen, rejected = chosen[shared:], rejected[shared:]
     elif isinstance(chosen, str) and isinstance(rejected, str) and not _columns(raw, PROMPT_COLUMNS):
-        start = commonprefix([chosen, rejected]).rfind(" ") + 1
+        beginning = commonprefix([chosen, rejected])
+        start = len(beginning) - len(re.split(r"\s", beginning)[-1])
         messages = read_chat({**raw, "question": chosen[:start] or None}).messages
         chosen, rejected = chosen[start:], rejected[start:]
     else:
@@ -171,7 +179,7 @@ def read_chat(raw: Row) -> Chat:
         ValueError: no question, several that differ, or one that is neither text nor messages.
     """
     if raw.get("read_as"):
-        completion = raw.get("completion")
+        completion = _value(raw, "completion")
         return Chat(raw["messages"], _assistant_message(completion) if isinstance(completion, str) else completion)
     texts, chats = _columns(raw, QUESTION_COLUMNS), _columns(raw, CHAT_COLUMNS)
     found = [*chats, *texts, *_columns(raw, ("instruction",))]
@@ -181,11 +189,17 @@ def read_chat(raw: Row) -> Chat:
     chat = READERS[name](raw, name)
     if len(found) > 1 and not _same_question(raw, chat, found):
         raise ValueError(f"{' and '.join(found)}: expected one question, got {len(found)}")
-    if system := _value(raw, "system"):
-        if chat.messages[0]["role"] == "system":
-            raise ValueError("system: expected one system message, got a column and a message")
-        chat = chat._replace(messages=[{"role": "system", "content": str(system)}, *chat.messages])
-    return chat
+    return chat._replace(messages=_with_system(raw, chat.messages))
+
+
+def _with_system(raw: Row, messages: list[Message]) -> list[Message]:
+    """The messages, after the system message of a column `system`."""
+    system = _value(raw, "system")
+    if not system or raw.get("read_as"):
+        return messages
+    if messages[0]["role"] == "system":
+        raise ValueError("system: expected one system message, got a column and a message")
+    return [{"role": "system", "content": str(system)}, *messages]
 
 
 def _same_question(raw: Row, chat: Chat, found: Sequence[str]) -> bool:

@@ -20,10 +20,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
+from rlkit.rewards.rules import best_match
 from rlkit.rewards.workers import Worker, WorkerPool, end_worker, exit_code, read_line
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
@@ -31,39 +32,59 @@ START_SECONDS = 120.0  # to import sympy, even on a busy machine
 SECONDS = 5.0
 
 MARKERS = re.compile(r"####|\banswer\s*(?:is|:|=)(?:\*\*)?:?", re.IGNORECASE)
+BLOCK = re.compile(r"\\\[|\$\$|\\begin\{(\w+\*?)\}")
+
+
+class FinalAnswer(NamedTuple):
+    """The result of a solution.
+
+    Attributes:
+        text: LaTeX or plain text.
+        boxed: it was in a box.
+        marked: it followed a marker, such as `answer is`.
+    """
+
+    text: str
+    boxed: bool
+    marked: bool
 
 
 def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
     """1 if the answer's final result is the row's, 0 if it is another one or if there is none, None if not scored.
 
-    Compares `final_answer(text)` with `final_answer(row["answer"])` by math-verify's rules, which a table of tests pins
-    down: equal expressions match in any form; decimals are compared to six places; 25% matches both 0.25 and 25; units
-    and degrees are ignored; sets and lists have no order, tuples and intervals do; an equation `x = 5` is its value.
+    Compares `final_answer(text)` with the row's answer by math-verify's rules, which a table of tests pins down: equal
+    expressions match in any form; decimals are compared to six places; 25% matches both 0.25 and 25; units and degrees
+    are ignored; sets and lists have no order, tuples and intervals do; an equation `x = 5` is its value. If the row's
+    answer is a solution with a box or a marker, its `final_answer` counts; otherwise all of its lines do.
 
     Raises:
         ImportError: math-verify is not installed.
         ValueError: the row has no answer.
     """
-    gold = final_answer(str(row["answer"])) if row.get("answer") is not None else None
-    if gold is None:
+    gold = _right_answer(str(row["answer"])) if row.get("answer") is not None else None
+    if not gold:
         raise ValueError(f"{row.get('where', 'row')}: answer: expected text or a number, got {row.get('answer')!r}")
     answer = final_answer(text, thinking_tags_of(row)[1])
     if answer is None:
         return 0.0
-    same = same_answer(answer[0], gold[0], boxed=answer[1], seconds=SECONDS)
+    same = same_answer(answer.text, gold, boxed=answer.boxed, marked=answer.marked, seconds=SECONDS)
     return None if same is None else float(same)
 
 
 def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
     r"""1 if the content of the answer's last `\boxed{}` is the row's answer as text, 0 if not; None without an answer.
 
-    Case, white space, and dollars or `\text{}` around it are ignored. The row's answer may be in a box itself.
+    Case, white space, and dollars or `\text{}` around it are ignored. The row's answer may be in a box itself. It may
+    be a list of answers, one of which is enough.
     """
-    if row.get("answer") is None:
-        return None
-    answer, gold = final_answer(text, thinking_tags_of(row)[1]), final_answer(str(row["answer"]))
-    right = gold[0] if gold is not None and gold[1] else str(row["answer"])
-    return float(answer is not None and answer[1] and _words(answer[0]) == _words(right))
+    answer = final_answer(text, thinking_tags_of(row)[1])
+
+    def is_same(right: str) -> float:
+        gold = final_answer(right)
+        right = gold.text if gold is not None and gold.boxed else right
+        return float(answer is not None and answer.boxed and _words(answer.text) == _words(right))
+
+    return best_match(is_same, row.get("answer"))
 
 
 def _words(text: str) -> str:
@@ -72,24 +93,47 @@ def _words(text: str) -> str:
     return " ".join((inner[1] if inner else text).lower().split())
 
 
-def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> tuple[str, bool] | None:
-    r"""The result of a solution, and whether it was in a box.
+def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> FinalAnswer | None:
+    r"""The result of a solution.
 
     Only the text after the last `closing_tag` counts. The result is the content of the last `\boxed{}`
     or `\fbox{}`, None if that is not closed. Without a box it is the rest of the line after the last `####`,
-    `answer is` or `answer:`. Without these it is the last line that is not empty.
+    `answer is` or `answer:`, or else the next line. Without these it is the last line. Empty lines and the fences of
+    code do not count; a display formula or a LaTeX environment over several lines is one line.
     """
     text = text.rpartition(closing_tag)[2]
     if boxes := list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text)):
         start = boxes[-1].end()
         closed = _closing(text, start)
-        return None if closed is None else (text[start:closed].strip(), True)
+        return None if closed is None else FinalAnswer(text[start:closed].strip(), boxed=True, marked=False)
     marks = list(MARKERS.finditer(text))
-    lines = (text[marks[-1].end() :] if marks else text).strip().splitlines()
-    if not lines:
-        return None
-    line = (lines[0] if marks else lines[-1]).strip(" *")
-    return (line, False) if line else None
+    lines = _lines(text[marks[-1].end() :] if marks else text)
+    return FinalAnswer(lines[0 if marks else -1], boxed=False, marked=bool(marks)) if lines else None
+
+
+def _right_answer(text: str) -> str | None:
+    """The answer of a row: the result of a solution with a box or a marker, otherwise all lines."""
+    found = final_answer(text)
+    return found.text if found and (found.boxed or found.marked) else ", ".join(_lines(text))
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a text, see `final_answer`."""
+    lines: list[list[str]] = []
+    end = ""  # of a formula that goes on
+    for line in text.splitlines():
+        line = re.sub(r"^\s*```\w*\s*$|`", "", line).strip(" *\t")
+        if not line:
+            continue
+        if end:
+            lines[-1].append(line)
+            end = "" if end in line else end
+        else:
+            lines.append([line])
+            if begun := BLOCK.search(line):
+                end = {r"\[": r"\]", "$$": "$$"}.get(begun[0], rf"\end{{{begun[1]}}}")
+                end = "" if end in line[begun.end() :] else end
+    return [" ".join(line) for line in lines]
 
 
 def _closing(text: str, start: int) -> int | None:
@@ -102,20 +146,24 @@ def _closing(text: str, start: int) -> int | None:
     return None
 
 
-def same_answer(answer: str, gold: str, *, boxed: bool = True, seconds: float = SECONDS) -> bool | None:
+def same_answer(
+    answer: str, gold: str, *, boxed: bool = True, marked: bool = False, seconds: float = SECONDS
+) -> bool | None:
     """Whether two final answers are equal; None if this could not be decided in time.
 
     Args:
         answer: LaTeX or plain text, e.g. `\\frac{1}{2}` or `0.5`.
         gold: the right answer; the comparison is not symmetric.
-        boxed: the whole answer is a formula; otherwise numbers, and formulas between dollars, count too.
+        boxed: the whole answer is a formula. Otherwise it may be a sentence: then a number in it, or a formula between
+            dollars, counts too.
+        marked: of a sentence that begins with a number or a formula, this one counts, otherwise the last one.
         seconds: limit of processor time, so that other processes do not use it up. The limit of wall time is four times
             as long.
 
     Raises:
         ImportError: math-verify is not installed.
     """
-    reply, _ = _POOL.ask(json.dumps([answer, gold, boxed, seconds]).encode() + b"\n", seconds)
+    reply, _ = _POOL.ask(json.dumps([answer, gold, boxed, marked, seconds]).encode() + b"\n", seconds)
     return None if reply is None else json.loads(reply)
 
 

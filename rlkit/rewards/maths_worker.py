@@ -22,9 +22,9 @@ UNICODE = str.maketrans(
 
 def cleaned(text: str) -> str:
     """The text without spellings that math-verify misreads: mathematical signs as Unicode characters, delimiters and a
-    full stop around the whole formula, thin spaces between thousands, `\\varnothing`, repeating decimals."""
+    full stop around the whole formula, spaces between thousands, `\\varnothing`, repeating decimals."""
     text = text.strip().translate(UNICODE).replace(r"\varnothing", r"\emptyset")
-    text = re.sub(r"(?<=\d)(\\[,!;:]|~)(?=\d{3}(?!\d))", "", text).rstrip(" .")
+    text = re.sub(r"(?<=\d)(\\[,!;: ]|[~ \u00a0\u2009\u202f])(?=\d{3}(?!\d))", "", text).rstrip(" .")
     text = re.sub(r"(?<=\d) +i\b", "i", text)
     text = re.sub(r"(\d{0,99})\.(\d{0,99})\\overline\{(\d{1,99})\}", _fraction, text)
     for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
@@ -41,6 +41,12 @@ def _fraction(decimal: re.Match) -> str:
     return rf"\frac{{{top}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
 
+def is_sentence(text: str) -> bool:
+    """Whether a text is more than one formula: it has words, units, currencies or formulas between dollars."""
+    text = re.sub(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+", "", text)
+    return re.search(r"[^\W\d_]{2}|\d ?[^\W\d_]|[^\x00-\x7f]|\$", text) is not None
+
+
 @functools.lru_cache(1024)
 def parsed(text: str, boxed: bool = True) -> list:
     """A final answer as math-verify's expressions, or as its text where math-verify cannot read it."""
@@ -50,30 +56,31 @@ def parsed(text: str, boxed: bool = True) -> list:
     return parse(rf"\boxed{{{text}}}" if boxed else text, targets, parsing_timeout=None)
 
 
-def verdict(answer: str, gold: str, boxed: bool) -> bool | None:
+def verdict(answer: str, gold: str, boxed: bool, marked: bool) -> bool | None:
     """Whether the two are equal; None if the gold answer cannot be read and is not the same text."""
     from math_verify import verify
 
     gold_text, text = cleaned(gold), cleaned(answer)
     wanted, given = parsed(gold_text), parsed(text)
-    if not boxed:  # in running text, formulas stand between dollars, or are numbers
-        given = given + parsed(text, boxed=False)
+    if not boxed and is_sentence(text):  # its formulas stand between dollars, or are numbers
+        begins_with_result = marked and not re.match(r"[^\W\d_]{2}", text)
+        given = given + parsed(f"The final answer is {text}" if begins_with_result else text, boxed=False)
     if verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True):
         return True
     return False if any(not isinstance(part, str) for part in wanted) else None
 
 
 def main(questions: int, verdicts: int) -> None:
-    """Answer [answer, gold, boxed, seconds] by true, false or null, in JSON, a line each."""
+    """Answer [answer, gold, boxed, marked, seconds] by true, false or null, in JSON, a line each."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     parsed("1")  # the import, and the patterns
     os.write(verdicts, b"ready\n")
     with os.fdopen(questions) as lines:
         for line in lines:
-            answer, gold, boxed, seconds = json.loads(line)
+            answer, gold, boxed, marked, seconds = json.loads(line)
             signal.alarm(2 + math.ceil(5 * seconds))
             try:
-                is_equal = verdict(answer, gold, boxed)
+                is_equal = verdict(answer, gold, boxed, marked)
             except (MemoryError, RecursionError):
                 is_equal = None
             signal.alarm(0)

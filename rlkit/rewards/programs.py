@@ -30,7 +30,7 @@ def all_tests_passed(text: str, row: Mapping[str, Any]) -> float:
     - `"assert f(2) == 3"`: a call, and a literal as its expected value, equal in type and value (1, 1.0 and True are
       the same, as in Python). The program is run first, not as `__main__`.
 
-    Each test has a process of its own, and `row["seconds"]` (10 if not given) as in `run_python`.
+    Each test has a process of its own, and `row["seconds"]` (10 if missing) as in `run_python`.
 
     Raises:
         SandboxError: as `run_python`.
@@ -54,7 +54,7 @@ def _passes(text: str, row: Mapping[str, Any]) -> Iterator[bool]:
     if not tests or not isinstance(tests, list):
         raise ValueError(f"{where}: tests: expected a list of at least one test, got {row.get('tests')!r}")
     parsed = [_parse_test(test, where) for test in tests]  # all tests are parsed before the first is run
-    program, seconds = extract_program(text, thinking_tags_of(row)[1]), float(row.get("seconds", 10))
+    program, seconds = extract_program(text, thinking_tags_of(row)[1]), float(row.get("seconds") or 10)
     return (passed(run_python(program, seconds=seconds, **given)) for given, passed in parsed)
 
 
@@ -81,11 +81,15 @@ def _lines(text: str) -> list[str]:
 def extract_program(text: str, closing_tag: str = THINKING_TAGS[1]) -> str:
     """The last complete fenced block marked python or py; else the last one without a mark; else the whole text.
 
-    Only the text after the last `closing_tag` counts.
+    Only the text after the last `closing_tag` counts. A fence may be indented, as in a list, and so is the fence that
+    closes it. If there is no complete block, a fence at the end of a line of code closes one too.
     """
     text = text.rpartition(closing_tag)[2]
-    blocks = re.findall(r"^```[ \t]*+(\w*+)[^\n]*+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    begun = r"^([ \t]*+)(```|~~~)[ \t]*+(\w*+)[^\n]*+\n(.*?)"
+    blocks = re.findall(begun + r"^\1\2", text, re.DOTALL | re.MULTILINE)
+    blocks = blocks or re.findall(begun + r"(?<=[^\s`~])\2[ \t]*+$", text, re.DOTALL | re.MULTILINE)
     for marks in (("python", "py", "python3"), ("",)):
-        if programs := [code for mark, code in blocks if mark.lower() in marks]:
-            return programs[-1]
+        if found := [(indent, code) for indent, _, mark, code in blocks if mark.lower() in marks]:
+            indent, code = found[-1]
+            return re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
     return text

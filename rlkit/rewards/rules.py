@@ -26,10 +26,9 @@ from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
 
 
 def exact_match(text: str, row: Row) -> float | None:
-    """1 if the answer is the row's, up to case and white space at the ends; None for a row without an answer."""
-    if row["answer"] is None:
-        return None
-    return float(text.strip().lower() == str(row["answer"]).strip().lower())
+    """1 if the answer is the row's, or one of the row's list, up to case and white space at the ends; None for a row
+    without an answer."""
+    return best_match(lambda right: float(text.strip().lower() == right.strip().lower()), row["answer"])
 
 
 def matches(pattern: str) -> Reward:
@@ -155,8 +154,9 @@ def multiple_choice(text: str, row: Row) -> float | None:
 def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
     r"""1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
 
-    Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas between
-    thousands are left out, units are not looked at. Fractions (1/2, 2 1/2, \frac{1}{2}, 2½) do not count as numbers.
+    Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas and
+    LaTeX's spaces between thousands are left out, units are not looked at. Fractions (1/2, 2 1/2, \frac{1}{2}, 2½) do
+    not count as numbers.
     relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
     """
 
@@ -181,7 +181,8 @@ def _numbers(text: str) -> list[float]:
         rf"|{whole}(?<![\w.]){number}(?:\s*[/⁄]\s*{number})+"  # 1/2, 2 1/2
         r"|(?<!\d)\d*+[¼-¾⅐-⅞]"  # ½, 2½
     )
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
+    thousands = r"(?<=\d)(?:,(?:\\!)?|\{,\}|\\[,!;: ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
+    text = re.sub(thousands, "", text.replace("−", "-"))
     return [float(found) for found in re.findall(rf"(?<![\w./]){number}", re.sub(fraction, " ", text))]
 
 
@@ -194,7 +195,7 @@ def squad_normalise(text: str) -> str:
 
 def squad_exact(text: str, row: Row) -> float | None:
     """1 if the answer, normalised as by `squad_normalise`, is the row's, or one of the row's list."""
-    return _best(lambda right: float(squad_normalise(text) == squad_normalise(right)), row)
+    return best_match(lambda right: float(squad_normalise(text) == squad_normalise(right)), row["answer"])
 
 
 def squad_f1(text: str, row: Row) -> float | None:
@@ -211,13 +212,19 @@ def squad_f1(text: str, row: Row) -> float | None:
         common = (Counter(words) & Counter(right_words)).total()
         return 2 * common / (len(words) + len(right_words))
 
-    return _best(f1, row)
+    return best_match(f1, row["answer"])
 
 
-def _best(compare: Callable[[str], float], row: Row) -> float | None:
-    answer = row["answer"]
+def best_match(compare: Callable[[str], float], answer: Any) -> float | None:
+    """The best of `compare` over a row's answer, or over each of a list of answers, as text; None without an answer.
+
+    42.0 is both 42.0 and 42, because tables with missing numbers have 42.0 for 42.
+    """
+    if answer is None:
+        return None
     answers = list(answer) if isinstance(answer, list | tuple | np.ndarray) else [answer]
-    return None if answer is None or not answers else max(compare(str(right)) for right in answers)
+    answers += [int(right) for right in answers if isinstance(right, float) and right.is_integer()]
+    return max((compare(str(right)) for right in answers), default=None)
 
 
 # --- boxes

@@ -19,7 +19,9 @@ SEEN = [{"type": "image"}, {"type": "text", "text": "Q"}]
 HUMAN = "\n\nHuman: Who are you?\n\nAssistant: A bot.\n\nHuman: Really? Say more.\n\nAssistant:"
 HUMAN_TURNS = [user("Who are you?"), assistant("A bot."), user("Really? Say more.")]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+GREETED = [assistant("Hello."), user("Q")]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +199,11 @@ def test_chats():
     row = chat_row({"prompt": "Q", "completion": "It is 3.", "answer": "3"})
     assert row["completion"] == "It is 3." and row["answer"] == "3" and chat_row(row)["completion"] == "It is 3."
     assert chat_row(task_row({"problem": "Q", "solution": "3"}))["completion"] == "3"
+    chat = {"messages": [user("Q"), assistant("It is 3.")], "answer": "3"}
+    for raw in (chat, {"prompt": [user("Q")], "completion": [assistant("It is 3.")], "answer": "3"}):
+        row = chat_row(task_row(raw))  # a function's task
+        assert row["completion"] == "It is 3." and row["answer"] == "3"
+    assert "completion" not in task_row({"question": "Q", "answer": "3"})
     row = chat_row({"text": "Once upon a time."})
     assert (row["plain_text"], row["question"], row["images"], row["answer"]) == ("Once upon a time.", "", [], None)
     assert "plain_text" not in chat_row({"text": "a comment", "question": "Q", "answer": "3"})
@@ -294,6 +301,44 @@ def test_bad_chats_are_named(raw, error):
             "a",
             "b",
         ),
+        (
+            {"chosen": "Ask:\nQ\n\nSay:\nYes", "rejected": "Ask:\nQ\n\nSay:\nNo"},
+            [user("Ask:\nQ\n\nSay:\n")],
+            "Yes",
+            "No",
+        ),
+        # answers with the same beginning, which go on from the prompt
+        (
+            {"prompt": [user("Q")], "chosen": [*CALLED, assistant("a")], "rejected": [*CALLED, assistant("b")]},
+            [user("Q"), *CALLED],
+            "a",
+            "b",
+        ),
+        (
+            {
+                "system": "Be brief.",
+                "prompt": "Q",
+                "chosen": [*CALLED, assistant("a")],
+                "rejected": [*CALLED, assistant("b")],
+            },
+            [SYSTEM, user("Q"), *CALLED],
+            "a",
+            "b",
+        ),
+        # chats that begin with the assistant, and have the prompt
+        (
+            {"prompt": "Q", "chosen": [*GREETED, assistant("a")], "rejected": [*GREETED, assistant("b")]},
+            GREETED,
+            "a",
+            "b",
+        ),
+        ({"chosen": [*GREETED, assistant("a")], "rejected": [*GREETED, assistant("b")]}, GREETED, "a", "b"),
+        (
+            {"system": "Be brief.", "chosen": [user("Q"), assistant("a")], "rejected": [user("Q"), assistant("b")]},
+            [SYSTEM, user("Q")],
+            "a",
+            "b",
+        ),
         # LLaMA-Factory
         (
             {
@@ -324,6 +369,14 @@ def test_pairs(raw, messages, chosen, rejected):
         (
             {"question": "Q", "chosen": "a", "rejected": None},
             "rejected: expected a text or one message of the assistant, got None",
+        ),
+        (
+            {
+                "system": "S",
+                "chosen": [SYSTEM, user("Q"), assistant("a")],
+                "rejected": [SYSTEM, user("Q"), assistant("b")],
+            },
+            "system: expected one system message, got a column and a message",
         ),
         ({"chosen": "red", "rejected": "green"}, "question: expected text or messages, got none"),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "question: expected text or messages, got none"),

@@ -1,3 +1,4 @@
+import math
 import re
 from itertools import permutations
 
@@ -6,10 +7,12 @@ import pytest
 import torch
 
 from rlkit.advantages import overlong_penalty
+from rlkit.rewards.maths import boxed_match
 from rlkit.rewards.rules import (
     box_iou,
     boxes_iou,
     choice_letter,
+    exact_match,
     matches,
     multiple_choice,
     numeric_match,
@@ -170,7 +173,9 @@ def test_multiple_choice():
         ("2 km/h", 2, {}, 1), ("4/2=2", 2, {}, 1), ("1/2→0.5", 0.5, {}, 1), ("It is 0.75 (3/4).", 0.75, {}, 1),
         (r"0.75 ($\frac{3}{4}$)", 0.75, {}, 1), ("It is 0.5\n(1/2)", 0.5, {}, 1), ("15 (kg)/(m)", 15, {}, 1),
         (r"\frac{4}{2} = 2", 2, {}, 1), ("<think>perhaps 42</think> I cannot tell.", 42, {}, 0),
-        ("<think>7</think> 42", 42, {}, 1),
+        ("<think>7</think> 42", 42, {}, 1), (r"\boxed{12{,}345}", 12345, {}, 1), (r"1\,000\,000", 10**6, {}, 1),
+        (r"1,\!000", 1000, {}, 1), (r"1\ 000", 1000, {}, 1), ("12~345", 12345, {}, 1), ("12\u202f345", 12345, {}, 1),
+        (r"5\,000", r"5{,}000", {}, 1), (r"1\,000", 0, {}, 0), (r"(1,\,200)", 200, {}, 1), (r"10~m", 10, {}, 1),
     ],
 )  # fmt: skip
 def test_numeric_match(text, answer, tolerance, expected):
@@ -186,6 +191,22 @@ def test_numeric_match_wants_a_number():
     for answer in ("many", "1/2", "1.5/2", "3 and 4", "5 m^2"):
         with pytest.raises(ValueError, match=rf"row 3: answer: expected a number, got '{re.escape(answer)}'"):
             numeric_match()("7", {"answer": answer, "where": "row 3"})
+
+
+def test_an_answer_may_be_a_number_or_a_list():
+    for text, answer, same in (
+        ("42", 42.0, 1),
+        ("42.0", 42.0, 1),
+        ("4", 4.5, 0),
+        ("4.5", 4.5, 1),
+        ("inf", math.inf, 1),
+    ):
+        assert exact_match(text, {"answer": answer}) == boxed_match(rf"\boxed{{{text}}}", {"answer": answer}) == same
+        assert exact_match(text, {"answer": ["x", answer]}) == boxed_match(f"\\boxed{{{text}}}", {"answer": [answer]})
+        assert exact_match(text, {"answer": ["x", answer]}) == same
+    for answer in ([], None):
+        assert exact_match("[]", {"answer": answer}) is None and boxed_match(r"\boxed{}", {"answer": answer}) is None
+    assert exact_match("['5']", {"answer": ["5"]}) == 0 and squad_f1("1912", {"answer": 1912.0}) == 1
 
 
 def test_squad():

@@ -47,7 +47,10 @@ WORST = [
     *[("[", part, "!") for part in ("1", " ", "1.", ".")],
     *[("[1,2,3,", part, "!") for part in ("1", " ", "-")],
     *[("```", part, "!") for part in (" ", "a", " a", "\t")],
-    *[("```py\n", part, "") for part in ("x\n", "`", " ```")],
+    *[("```py\n", part, "") for part in ("x\n", "`", " ```", "x``` ", "~~~ ", "~~~\n ```\n")],
+    *[("", part, "") for part in (" ```\n", "x```\n", "  ~~~\n", " ~~~ ")],
+    ("", "\n".join(" " * n + "```" for n in range(440)) + "\n", ""),
+    *[("", part, "") for part in ("\\[ ", "$$ ", "\\[\n", "\\begin{a}\n", "\\begin{a", "\\begin{a} ")],
     *[("<think></think><answer>", part, "!") for part in (" ", "<", "x</answer")],
     *[("<think></think>", part, "<answer>x</answer>") for part in (" ", "\n")],
 ]
