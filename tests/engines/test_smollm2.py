@@ -76,6 +76,16 @@ def test_the_system_line_of_the_template_is_there_once(tokenizer):
     assert own == "<|im_start|>system\nBe brief.<|im_end|>\n" + prompt
 
 
+def test_text_is_split_as_the_model_was_trained(tokenizer):
+    """Digits are split first, so that spaces before one stay together: the ids of the published tokenizer."""
+    for text, ids in {
+        "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+        "  multiple   spaces": [216, 2701, 256, 5600],
+        "Steps:\n\n1.": [*tokenizer.convert_tokens_to_ids(["Steps", ":", "ĊĊ"]), 33, 30],
+    }.items():
+        assert tokenizer(text)["input_ids"] == ids
+
+
 def test_logprobs_equal_transformers_and_the_samplers(smollm2, engine, answers):
     """Rows one by one without padding through transformers, against packed rows with shared prompts."""
     batch = collate(answers)

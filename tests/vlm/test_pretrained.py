@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rlkit.rollout.serve import command
 from rlkit.vlm import load_model, load_processor, model_path
 from rlkit.vlm.gguf_rope import restore_rope_scaling
-from rlkit.vlm.pretrained import convert_gguf, gguf_path, smollm2_path
+from rlkit.vlm.pretrained import FORM, convert_gguf, gguf_path, smollm2_path
 
 TENSORS = {
     "token_embd.weight": (40, 32), "output_norm.weight": (32,), "blk.0.attn_norm.weight": (32,),
@@ -35,11 +35,14 @@ def _own_cache(tmp_path, monkeypatch):
     model_path.cache_clear()
 
 
-def write_gguf(path, architecture="llama", quantized=gguf.GGMLQuantizationType.Q4_1, add=lambda writer: None):
+def write_gguf(
+    path, architecture="llama", quantized=gguf.GGMLQuantizationType.Q4_1, add=lambda writer: None, split="gpt-2"
+):
     """A llama of one layer with random weights, its matrices quantized; the weights that a reader should find.
 
     Args:
         add: writer -> None, which adds to the file.
+        split: the name of the rule that splits text into words, None for a file that does not say.
     """
     writer = gguf.GGUFWriter(path, architecture)
     add(writer)
@@ -53,9 +56,11 @@ def write_gguf(path, architecture="llama", quantized=gguf.GGMLQuantizationType.Q
     writer.add_rope_freq_base(1e4)
     writer.add_vocab_size(40)
     writer.add_tokenizer_model("gpt2")
-    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(ord("A"), ord("A") + 36)), "AB"]
-    writer.add_token_list(words)
-    writer.add_token_merges(["A B"])
+    if split:
+        writer.add_tokenizer_pre(split)
+    letters = map(chr, range(ord("A"), ord("A") + 33))
+    writer.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "1", "Ċ", "ĊĊ", "AB"])
+    writer.add_token_merges(["A B", "Ċ Ċ"])
     writer.add_token_types([3] * 3 + [1] * 37)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -153,6 +158,21 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "file"))
     with pytest.raises(ValueError, match=f"^RLKIT_CACHE: expected a directory .*, got: .*{tmp_path}/file"):
         load_model(str(tmp_path / "llama.gguf"))
+
+
+@pytest.mark.parametrize("split", ["gpt-2", "smollm"])
+def test_text_is_split_by_the_rule_of_the_file(tmp_path, split):
+    write_gguf(tmp_path / "llama.gguf", split=split)
+    spaces = ["ĊĊ"] if split == "smollm" else ["Ċ", "Ċ"]  # GPT-2's rule splits a space from those before it
+    assert load_processor(str(tmp_path / "llama.gguf")).tokenize("AB\n\n11") == ["AB", *spaces, "1", "1"]
+
+
+@pytest.mark.parametrize("split", ["deepseek-llm", None])
+def test_a_rule_of_splitting_that_is_not_known_is_refused(tmp_path, split):
+    write_gguf(tmp_path / "llama.gguf", split=split)
+    with pytest.raises(ValueError, match=rf"^model '.*llama.gguf': .* tokenizer.ggml.pre {split!r}; pass the model's"):
+        load_model(str(tmp_path / "llama.gguf"))
+    assert not list((tmp_path / "cache").glob("*/config.json"))
 
 
 def llama3_divisors(base, size, factor, length, low=1.0, high=4.0):
@@ -256,7 +276,7 @@ def test_other_rope_scaling_is_refused(tmp_path, got):
 
 
 def test_servers_are_given_the_directory(tmp_path):
-    directory = tmp_path / "cache" / "SmolLM2-135M-Instruct"
+    directory = tmp_path / "cache" / f"SmolLM2-135M-Instruct-{FORM}"
     directory.mkdir(parents=True)
     flags = command("smollm2", PreTrainedConfig(), "127.0.0.1", 8000, 1, on_gpu=False)
     assert flags[flags.index("--model") + 1] == str(directory)
