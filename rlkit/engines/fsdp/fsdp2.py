@@ -62,7 +62,7 @@ from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.sampler_dtype import sampler_dtype
-from rlkit.engines.value_head import has_value_head
+from rlkit.engines.value_head import check_head_trains, has_value_head
 from rlkit.losses.logprobs import TopkLogprobs
 from rlkit.vlm.checkpoint_weights import (
     adapter_parameters,
@@ -698,8 +698,8 @@ class Fsdp2ValueEngine(Fsdp2Engine):
             raise ValueError(
                 "model: expected a value head, got none; use rlkit.engines.value_head.with_value_head(model)"
             )
-        if trains and not self._head.weight.requires_grad:
-            raise ValueError("model: expected a value head that trains, got a frozen one; add it after lora(...)")
+        if trains:
+            check_head_trains(self.base)
 
     def _results(
         self, batch: Batch, inputs: ModelInputs, outputs: Sequence[str], logit_functions: Mapping[str, LogitFunction]
