@@ -47,6 +47,7 @@ from rlkit.engines.fsdp.sharding import (
     cast_to_units,
     check_uniform_dtypes,
     fsdp_units,
+    is_whole,
     make_device_mesh,
     reduce_unused_experts,
     unsplit_modules,
@@ -652,14 +653,14 @@ class Fsdp2Engine(OffloadingEngine):
                 layer.compile(dynamic=True)  # the number of tokens differs in every micro-batch
 
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-        """A float32 model on a single rank is returned as it is, if it computes in float32, too.
+        """A float32 model of which a single rank has every weight is returned as it is, if it computes in float32, too.
 
         FSDP would change nothing there, and takes a tenth of a short step. In other dtypes it is needed, as it also
         casts the inputs of each layer (`apply_fsdp2`): otherwise a reference with weights in bfloat16 would have other
         results than a policy in float32, in families that compute in float32 between layers, such as Qwen2.5-VL,
         ERNIE 4.5 and OLMo. Llama 4 would refuse float32 pixels.
         """
-        if mesh.size() == 1 and {dtype, *(p.dtype for p in model.parameters())} == {torch.float32}:
+        if is_whole(model, mesh) and {dtype, *(p.dtype for p in model.parameters())} == {torch.float32}:
             return model
         units = fsdp_units(model, self.base, dtype)
         if self.only_scores:
