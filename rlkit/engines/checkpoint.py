@@ -442,7 +442,12 @@ def check_parameter_names(path: str | Path, saved_tensors: Iterable[str], traine
 def checkpoints(folder: str | Path) -> list[Path]:
     """Checkpoint directories `step_<n>` of a run, oldest first, without unfinished ones."""
     complete = [p for p in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
-    return sorted(complete, key=lambda p: int(p.name.removeprefix("step_")))
+    return sorted(complete, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The number of finished steps in the name of a checkpoint."""
+    return int(path.name.removeprefix("step_"))
 
 
 def keep_newest(folder: str | Path, count: int) -> None:

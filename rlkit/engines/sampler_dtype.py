@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.vlm.loading import kept_in_float32
+
 # vLLM keeps these matrices in float32 for some families, e.g. routers of GLM-4 MoE and ERNIE 4.5, and Gemma 4's
 # positions of patches. All are small.
 FLOAT32_MATRICES = re.compile(r"\.(gate|router|A_log|\w*conv1d|\w*(position|pos_emb)\w*)(\.|$)")
@@ -31,14 +33,3 @@ def sampler_dtype(model: Any, name: str, tensor: Tensor, dtype: torch.dtype | No
     is_vector = sum(size > 1 for size in tensor.shape) < 2
     kept_by_family = any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept_in_float32(model, dtype))
     return tensor.dtype if is_vector or kept_by_family or FLOAT32_MATRICES.search(name) else dtype
-
-
-def kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
-    """Patterns of the parts of a model that `from_pretrained(dtype=dtype)` keeps in float32.
-
-    Args:
-        model: from transformers.
-    """
-    strictly = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype.itemsize < 4 else set()
-    in_float16 = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
-    return strictly | in_float16

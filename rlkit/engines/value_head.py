@@ -95,6 +95,15 @@ def has_value_head(model: Any) -> bool:
     return getattr(model.get_output_embeddings(), "out_features", None) == 1
 
 
+def check_head_trains(model: Any) -> None:
+    """Raise a ValueError if the value head of a transformers model is frozen: below zeros nothing would learn."""
+    if not model.get_output_embeddings().weight.requires_grad:
+        raise ValueError(
+            "model: expected a value head that trains, got a frozen one; add it after lora(...), and leave it out of "
+            "what freeze(...) matches"
+        )
+
+
 CLASSIFIER_HEAD = "score.weight"
 
 

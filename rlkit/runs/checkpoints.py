@@ -11,7 +11,14 @@ from typing import Any
 
 import rlkit
 from rlkit.data.samples import Sample
-from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, first_problem, keep_newest, problem_of_rank_0
+from rlkit.engines.checkpoint import (
+    DamagedCheckpoint,
+    checkpoints,
+    first_problem,
+    keep_newest,
+    problem_of_rank_0,
+    step_of,
+)
 from rlkit.report import write_report
 from rlkit.report.model_card import CARD, write_model_card
 from rlkit.runs.closing import closing_table
@@ -30,7 +37,8 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
 
     All ranks call this together.
 
-    A damaged checkpoint is renamed to `step_<n>.damaged`, and the one before it is loaded.
+    A damaged checkpoint is renamed to `step_<n>.damaged`, and the one before it is loaded. Checkpoints of later steps,
+    which a run has that was killed before it had saved every engine, are removed.
 
     Args:
         engines: engines by checkpoint folder; the policy's folder is `checkpoints`.
@@ -55,6 +63,8 @@ def _newest_state(cfg: RunOptions, run: Run, engines: Mapping[str, Any]) -> dict
     if not saved:
         if cfg.resume and run.is_main_process:
             print(f"resume: no checkpoint in {run.out}, starting at step 0", flush=True)
+        if cfg.resume:
+            _remove_later(run, 0, engines)
         return {"step": 0}
     if unseen := first_problem(next((str(path) for path in saved if not path.is_dir()), "")):
         run.stop(f"resume: expected --out on a file system that all machines share, got one without {unseen}")
@@ -69,6 +79,7 @@ def _newest_state(cfg: RunOptions, run: Run, engines: Mapping[str, Any]) -> dict
             continue
         if problem := problem_of_rank_0(lambda: _set_aside(run.out, damaged, engines)):
             run.stop(f"resume: expected to rename the damaged checkpoints {', '.join(damaged)}, got: {problem}")
+        _remove_later(run, states[POLICY]["step"], engines)
         if run.is_main_process:
             run.print(f"resume: continuing {run.out} at step {states[POLICY]['step']}")
         run.first_mismatch = states[POLICY].get("first_mismatch")
@@ -86,6 +97,18 @@ def _set_aside(out: Path, names: Iterable[str], folders: Iterable[str]) -> None:
             aside = path.with_name(f"{path.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
+
+
+def _remove_later(run: Run, step: int, folders: Iterable[str]) -> None:
+    """Remove checkpoints of steps after this one: `keep_newest` would keep them and remove those of repeated steps."""
+
+    def remove() -> None:
+        for path in [path for folder in folders for path in checkpoints(run.out / folder)]:
+            if step_of(path) > step:
+                shutil.rmtree(path)
+
+    if problem := problem_of_rank_0(remove):
+        run.stop(f"resume: expected to remove checkpoints after step {step}, got: {problem}")
 
 
 def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, **engines: Any) -> None:

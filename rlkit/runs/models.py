@@ -380,14 +380,12 @@ def training_engine(
 def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
     """Turn dropout off, add adapters, quantize the weights below them and freeze others, as the options say.
 
-    A value head is trained.
+    A value head is trained, whatever adapters and `freeze` say.
     """
     if cfg.disable_dropout:
         disable_dropout(model)
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
-        if head:  # adapters freeze all other weights
-            model.get_output_embeddings().requires_grad_(True)
         if cfg.quantize_base:
             quantize_base(model)
     if cfg.freeze_vision_tower:
@@ -396,6 +394,8 @@ def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
         freeze(model, audio_tower_pattern(model))
     if cfg.freeze:
         freeze(model, cfg.freeze)
+    if head:
+        model.get_output_embeddings().requires_grad_(True)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -146,6 +147,7 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(config, **options).eval()
     model.tie_weights()  # init_empty_weights unties parameters
+    keep_in_float32(model, model.config.dtype)
     try:
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     except OSError:  # the model has none
@@ -153,6 +155,26 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"model {path!r}: generation_config.json: {error}") from error
     return model
+
+
+def kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
+    """Patterns of the parts of a model that `from_pretrained(dtype=dtype)` keeps in float32.
+
+    Args:
+        model: from transformers.
+    """
+    strictly = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype.itemsize < 4 else set()
+    in_float16 = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
+    return strictly | in_float16
+
+
+def keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Cast the parts of a model by `from_config(dtype=dtype)` that `from_pretrained(dtype=dtype)` reads in float32."""
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept_in_float32(model, dtype)]
+    saved = model.state_dict().keys()
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        if name in saved and x.is_floating_point() and any(pattern.search(name) for pattern in patterns):
+            x.data = x.data.float()
 
 
 def make_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:

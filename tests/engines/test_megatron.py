@@ -611,6 +611,14 @@ def test_making_an_engine_leaves_random_states_alone(alone):
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_a_frozen_value_head_is_named(alone):
+    """Its gradients would be left out, and with a head of zeros no other weight would have one."""
+    model = ranks.make_model("value")
+    freeze(model, "lm_head")
+    with pytest.raises(ValueError, match="^model: expected a value head that trains, got a frozen one"):
+        make_engine("megatron", "value_model", model=model, optimizer=torch.optim.AdamW)
+
+
 def test_experts_whose_weights_do_not_add_up_to_one(alone):
     model, batch = ranks.make_model("moe"), ranks.make_batch([2])
     model.config.norm_topk_prob = False

@@ -22,6 +22,8 @@ from rlkit.data import Batch
 from rlkit.engines import make_engine
 from rlkit.engines.value_head import has_value_head, load_value_model, scoring_batch, with_value_head
 from rlkit.losses import bradley_terry_loss, clipped_value_loss, token_mean
+from rlkit.runs.models import trained_part
+from rlkit.runs.options import AdapterOptions
 from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -441,6 +443,18 @@ def test_a_reward_model_learns_which_is_better():
     assert (scores[:3] > scores[3:]).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}], ids=["full", "lora"])
+def test_freeze_leaves_the_head_to_train(options):
+    """Its name is that of a language model's output layer, which the pattern for training the projector alone has."""
+    cfg = AdapterOptions(freeze="embed_tokens|lm_head", **options)
+    model = trained_part(cfg, with_value_head(tiny_text()), head=True)
+    trains = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any("lm_head" in name for name in trains) and not any("embed_tokens" in name for name in trains)
+    engine = engine_for(model)
+    losses = [engine.train_batch(text_batch(), squared_loss)["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
 def test_bad_input_is_named():
     batch = text_batch()
     language, value = make_engine("fsdp2", model=tiny_text()), engine_for(with_value_head(tiny_text()))
@@ -456,7 +470,7 @@ def test_bad_input_is_named():
     expected = r"model: expected a language model, got a value head; use make_engine\(..., \"value_model\", ...\)"
     with pytest.raises(ValueError, match=expected):
         make_engine("fsdp2", model=with_value_head(tiny_text()))
-    expected = "model: expected a value head that trains, got a frozen one; add it after lora"
+    expected = "model: expected a value head that trains, got a frozen one; add it after lora.*what freeze"
     with pytest.raises(ValueError, match=expected):
         engine_for(lora(with_value_head(tiny_text()), 2, 4))
     expected = "model: expected a causal LM or VLM, got Qwen2Model, which has no output layer"

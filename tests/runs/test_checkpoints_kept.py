@@ -1,12 +1,13 @@
 """Checkpoints that a run keeps: those of all its engines, until the last engine has saved a newer one."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from rlkit.engines.checkpoint import checkpoints
 from rlkit.engines.distributed import init_distributed
-from rlkit.runs import save
+from rlkit.runs import resume, save
 
 
 class Engine:
@@ -17,6 +18,10 @@ class Engine:
         if extra["step"] == self.fails_at:
             raise OSError("no room")
         path.mkdir(parents=True)
+        (path / "extra.json").write_text(json.dumps(extra))
+
+    def load_checkpoint(self, path):
+        return json.loads((path / "extra.json").read_text())
 
 
 def run_in(out):
@@ -24,8 +29,9 @@ def run_in(out):
         raise SystemExit(message)
 
     return SimpleNamespace(
-        out=out, phase=lambda name: None, first_mismatch=None, skipped_in_a_row=0, save_last_step=None, stop=stop
-    )
+        out=out, phase=lambda name: None, first_mismatch=None, skipped_in_a_row=0, save_last_step=None, stop=stop,
+        is_main_process=True, print=print,
+    )  # fmt: skip
 
 
 def kept(out, folder):
@@ -49,3 +55,18 @@ def test_a_save_that_fails_half_way_leaves_a_pair_to_resume_from(tmp_path):
     with pytest.raises(SystemExit, match="no room"):
         save(cfg, run, 1, checkpoints=policy, critic_checkpoints=critic)
     assert {*kept(tmp_path, "checkpoints")} & {*kept(tmp_path, "critic_checkpoints")} == {"step_1"}
+
+
+@pytest.mark.parametrize("first", [[], [0]], ids=["at the first save", "at the second save"])
+def test_checkpoints_of_lost_steps_are_removed(tmp_path, first):
+    """The critic's was saved, and the policy's was not. The resumed run is then stopped one step before that step."""
+    init_distributed("cpu")
+    cfg = SimpleNamespace(keep_checkpoints=1, save_every=1, steps=9, max_skipped_steps=0, resume=True)
+    engines = {"checkpoints": Engine(), "critic_checkpoints": Engine()}
+    for step in first:
+        save(cfg, run_in(tmp_path), step, **engines)
+    engines["critic_checkpoints"].save_checkpoint(tmp_path / "critic_checkpoints" / "step_3", {"step": 3})
+    assert resume(cfg, run_in(tmp_path), **engines)["step"] == len(first)
+    save(cfg, run_in(tmp_path), 1, **engines)
+    assert resume(cfg, run_in(tmp_path), **engines)["step"] == 2
+    assert kept(tmp_path, "checkpoints") == kept(tmp_path, "critic_checkpoints") == ["step_2"]

@@ -48,6 +48,7 @@ from rlkit.engines.fsdp.sharding import (
     cast_to_units,
     check_uniform_dtypes,
     fsdp_units,
+    is_whole,
     make_device_mesh,
     reduce_unused_experts,
     unsplit_modules,
@@ -63,7 +64,7 @@ from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.sampler_dtype import sampler_dtype
-from rlkit.engines.value_head import has_value_head
+from rlkit.engines.value_head import check_head_trains, has_value_head
 from rlkit.losses.logprobs import TopkLogprobs
 from rlkit.vlm.checkpoint_weights import (
     adapter_parameters,
@@ -656,14 +657,14 @@ class Fsdp2Engine(OffloadingEngine):
                 layer.compile(dynamic=True)  # the number of tokens differs in every micro-batch
 
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-        """A float32 model on a single rank is returned as it is, if it computes in float32, too.
+        """A float32 model of which a single rank has every weight is returned as it is, if it computes in float32, too.
 
         FSDP would change nothing there, and takes a tenth of a short step. In other dtypes it is needed, as it also
         casts the inputs of each layer (`apply_fsdp2`): otherwise a reference with weights in bfloat16 would have other
         results than a policy in float32, in families that compute in float32 between layers, such as Qwen2.5-VL,
         ERNIE 4.5 and OLMo. Llama 4 would refuse float32 pixels.
         """
-        if mesh.size() == 1 and {dtype, *(p.dtype for p in model.parameters())} == {torch.float32}:
+        if is_whole(model, mesh) and {dtype, *(p.dtype for p in model.parameters())} == {torch.float32}:
             return model
         units = fsdp_units(model, self.base, dtype)
         if self.only_scores:
@@ -702,8 +703,8 @@ class Fsdp2ValueEngine(Fsdp2Engine):
             raise ValueError(
                 "model: expected a value head, got none; use rlkit.engines.value_head.with_value_head(model)"
             )
-        if trains and not self._head.weight.requires_grad:
-            raise ValueError("model: expected a value head that trains, got a frozen one; add it after lora(...)")
+        if trains:
+            check_head_trains(self.base)
 
     def _results(
         self, batch: Batch, inputs: ModelInputs, outputs: Sequence[str], logit_functions: Mapping[str, LogitFunction]

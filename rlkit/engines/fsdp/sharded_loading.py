@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from rlkit.engines.distributed import local_part, shard_like
 from rlkit.engines.model_files import check_weights, open_slices
-from rlkit.engines.sampler_dtype import kept_in_float32
 from rlkit.engines.value_head import has_value_head, with_value_head
-from rlkit.vlm.loading import other_head_message, ties_output_layer
+from rlkit.vlm.loading import keep_in_float32, other_head_message, ties_output_layer
 from rlkit.vlm.nf4 import Nf4Linear, Nf4Weight, quantize_nf4
 from rlkit.vlm.weight_files import report_unused
 
@@ -98,9 +97,10 @@ def _with_local_part(x: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _plain_model(base: Any, parameters: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    """A transformers model with these parameters, of the class of `base`. Its buffers have this dtype."""
+    """A transformers model with these parameters, of the class of `base`. Buffers have the dtypes of a full load."""
     with torch.device("meta"):
         plain = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype)
+        keep_in_float32(plain, dtype)
         if has_value_head(base):
             with_value_head(plain)
     plain.load_state_dict(parameters, strict=False, assign=True)
@@ -117,11 +117,10 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype,
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    kept = dict.fromkeys(kept_in_float32(plain, dtype), torch.float32)
     with open_slices(plain) as slices:
         mapping, from_full = _conversions(plain, slices)
         places: dict[str, Any] = {"": device, **dict.fromkeys([*on_host, *from_full], "cpu")}
-        options = LoadStateDictConfig(dtype=dtype, dtype_plan=kept, device_map=places, weight_mapping=mapping)
+        options = LoadStateDictConfig(dtype=dtype, device_map=places, weight_mapping=mapping)
         shards = {name: x for name, x in plain.state_dict().items() if name in from_full}
         full_shapes = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in shards.items()}
         plain.load_state_dict(full_shapes, strict=False, assign=True)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from rlkit.engines.distributed import set_timeouts
 from rlkit.engines.value_head import has_value_head
@@ -85,11 +86,20 @@ def cast_to_units(model: nn.Module, units: Mapping[nn.Module, torch.dtype], dtyp
             setattr(module, name, cast)
 
 
+def is_whole(model: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether a single rank has every weight, so that FSDP need not wrap any.
+
+    With matrices shared by tensor-parallel ranks it has to wrap the others, too: fused AdamW and norms of gradients
+    take no plain tensors beside DTensors.
+    """
+    return mesh.size() == 1 and not any(isinstance(p, DTensor) for p in model.parameters())
+
+
 def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
     """Apply `fully_shard` to each unit and to the rest; gradients are summed over the mesh, not averaged.
 
-    On a single rank, weights that already have the dtype of the computation stay where they are: FSDP casts the inputs
-    of each unit, as on several ranks, and copies no weights.
+    On a single rank that has every weight, those that already have the dtype of the computation stay where they are:
+    FSDP casts the inputs of each unit, as on several ranks, and copies no weights.
 
     Args:
         model: perhaps wrapped by `rlkit.vlm.lora`.
@@ -97,7 +107,7 @@ def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch
         dtype: of the rest.
         mesh: ("dp_shard",), or ("dp_replicate", "dp_shard").
     """
-    nothing_to_do = mesh.size() == 1 and {p.dtype for p in model.parameters()} <= {dtype}
+    nothing_to_do = is_whole(model, mesh) and {p.dtype for p in model.parameters()} <= {dtype}
     left_alone = {*model.parameters()} if nothing_to_do else None
     for module, unit_dtype in [*units.items(), (model, dtype)]:
         policy = MixedPrecisionPolicy(param_dtype=unit_dtype, reduce_dtype=torch.float32)

@@ -86,7 +86,7 @@ from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.sampled_copy import sampled_copy
 from rlkit.engines.sampler_dtype import sampler_dtype
-from rlkit.engines.value_head import has_value_head
+from rlkit.engines.value_head import check_head_trains, has_value_head
 from rlkit.losses.logprobs import TopkLogprobs, suppress_tokens, tokens_per_chunk
 from rlkit.vlm.inputs import position_spec
 
@@ -181,7 +181,7 @@ class MegatronEngine(OffloadingEngine):
             raise ValueError(
                 f"ulysses_sequence_parallel_size: expected 1 in the megatron engine, got {size}; use context={size}"
             )
-        self._check_model(model, router_replay=router_replay)
+        self._check_model(model, trains=optimizer is not None, router_replay=router_replay)
         self.processor, self.config, self.spec = processor, model.config, position_spec(model.config)
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
         self.share_prompts, self.router_replay, self.keep_gradients = share_prompts, router_replay, keep_gradients
@@ -197,7 +197,7 @@ class MegatronEngine(OffloadingEngine):
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self._set_up_offloading(self.model.parameters, self._optimizer_state, enabled=offload_between_phases)
 
-    def _check_model(self, model: Any, *, router_replay: bool) -> None:
+    def _check_model(self, model: Any, *, trains: bool, router_replay: bool) -> None:
         if hasattr(model, "get_base_model"):
             raise ValueError("model: expected no adapters in the megatron engine, got some; use the fsdp2 engine")
         if has_value_head(model) != self.value_head:
@@ -205,6 +205,8 @@ class MegatronEngine(OffloadingEngine):
             raise ValueError(
                 f"model: expected {wanted} value head, got {found} value head; see rlkit.engines.value_head"
             )
+        if self.value_head and trains:
+            check_head_trains(model)
         check_supported(model.config, self.dims, dist.get_world_size())
         if router_replay and not is_moe(model.config):
             raise ValueError(f"router_replay: expected a mixture of experts, got {model.config.model_type}")
