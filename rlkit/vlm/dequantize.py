@@ -68,7 +68,7 @@ def _block_of(config: Any) -> tuple[int, int] | None:
         match getattr(part, "quantization_config", None):
             case {"weight_block_size": [int(rows), int(columns)]}:
                 return rows, columns
-            case {"config_groups": {**groups}}:  # compressed-tensors
+            case {"config_groups": dict() as groups}:  # compressed-tensors
                 weights = [group.get("weights") or {} for group in groups.values()]
                 blocks = [x["block_structure"] for x in weights if isinstance(x.get("block_structure"), list)]
                 if blocks and all(block == blocks[0] for block in blocks):
