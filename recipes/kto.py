@@ -140,8 +140,7 @@ def main(cfg: Config) -> None:
     heldout_good = engine.global_sum(heldout_batch.label.sum()).item()
 
     def evaluate(when: str):
-        """Loss of the held-out answers, share of them on their side of z_0, and accuracy of greedy
-        ones."""
+        """Held-out loss, share of answers on their side of z_0, and accuracy of greedy answers."""
         run.phase("evaluate")
         z0 = estimate_z0(heldout.others, cfg, engine, reference)
         loss_fn = partial(answer_loss, z0=z0, good=heldout_good, cfg=cfg)
