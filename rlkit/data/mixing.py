@@ -62,6 +62,13 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
         return {**task.heldout[row], "task": task.name}
 
     rewards = {task.name: task.reward for task in tasks}
+
+    def reward(text: str, row: Row) -> float | None:
+        if row.get("task") not in rewards:
+            expected = f"expected one of {sorted(rewards)} in the column `task`, also of a held-out file"
+            raise ValueError(f"{row.get('where', 'row')}: task: {expected}, got {row.get('task')!r}")
+        return rewards[row["task"]](text, row)
+
     return Task(
         "+".join(names),
         train=Rows(
@@ -73,7 +80,7 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
             concatenated_sources(held_tables),
             contents=partial(fingerprint_of_tables, held_tables),
         ),
-        reward=lambda text, row: rewards[row["task"]](text, row),
+        reward=reward,
     )
 
 
