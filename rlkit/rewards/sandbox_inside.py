@@ -118,7 +118,7 @@ def main(call: str, seconds: float, memory: int, output: int, said_ready: int, r
         sys.exit(str(error))
     os.write(said_ready, b"1")  # nothing that the program does can unsay it
     os.close(said_ready)
-    builtins.exit = builtins.quit = sys.exit  # as `site` has them, which is not imported
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as `site` has them, which is not imported
     name = "program" if call else "__main__"
     module = types.ModuleType(name)
     module.__dict__["__file__"] = "program.py"
