@@ -113,7 +113,7 @@ def stream_steps(
     """
     if count < 1:
         raise ValueError(f"count: expected at least 1 row per step, got {count}")
-    shuffled = stream.shuffle(seed=seed, buffer_size=buffer_size)
+    shuffled = stream if buffer_size == 1 else stream.shuffle(seed=seed, buffer_size=buffer_size)  # also its files
     skipped, seen, epoch = start * count, 0, 0
     step: list[tuple[int, Row]] = []
     while True:

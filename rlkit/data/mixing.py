@@ -42,11 +42,18 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
     longest = max(size / share for size, share in zip(sizes, shares, strict=True))
     indices = [np.arange(round(longest * share)) % size for size, share in zip(sizes, shares, strict=True)]
     rewards = {task.name: task.reward for task in tasks}
+
+    def reward(text: str, row: Row) -> float | None:
+        if row.get("task") not in rewards:
+            expected = f"expected one of {sorted(rewards)} in the column `task`, also of a held-out file"
+            raise ValueError(f"{row.get('where', 'row')}: task: {expected}, got {row.get('task')!r}")
+        return rewards[row["task"]](text, row)
+
     return Task(
         "+".join(names),
         train=stack_tables([_with_task_name(task, task.train)[i] for task, i in zip(tasks, indices, strict=True)]),
         heldout=stack_tables([_with_task_name(task, task.heldout) for task in tasks]),
-        reward=lambda text, row: rewards[row["task"]](text, row),
+        reward=reward,
     )
 
 

@@ -50,7 +50,7 @@ def with_prompt(
         return task
 
     def row(raw: Row) -> Row:
-        raw = {**tags, **raw}
+        raw = raw if raw.get("thinking_tags") else {**raw, **tags}
         if chat_template_kwargs:
             raw = {**raw, "chat_template_kwargs": {**chat_template_kwargs, **(raw.get("chat_template_kwargs") or {})}}
         try:

@@ -80,7 +80,8 @@ def run(options: Any) -> list[Part]:
         more["max_model_len"] = longest
     rollout = make_rollout(options.rollout, engine.gathered, model=options.model, processor=processor, **more)
     if sample is None:
-        prompt = encode_prompt(processor, load_task(options.task).train[0])
+        task = load_task(options.task)
+        prompt = encode_prompt(processor, (task.train or task.heldout)[0])  # tasks of evaluation have no other rows
         (sample,) = rollout.generate([prompt], Sampling(options.max_new_tokens, temperature))
     elif sample.vision:
         prompt = encode_prompt(processor, sample.row)

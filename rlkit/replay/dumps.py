@@ -4,10 +4,11 @@ python -m rlkit.replay.dumps verl DIR OUT --model MODEL [--task TASK]   # verl: 
 python -m rlkit.replay.dumps trl DIR OUT --model MODEL [--task TASK]    # TRL: log_completions=True, DIR/completions
 
 Both trainers log text, without token ids, log-probabilities and images. With --task, each prompt is looked up among the
-task's rows and encoded from its row, with its images. Without it, TRL's messages go through the model's chat template,
-and text is tokenized as it is. verl drops the template's special tokens, so give --task for its dumps. Answers are
-tokenized again. They get an end token, which neither trainer logs, unless they are --max_new_tokens long. Since the
-sampler's log-probabilities are unknown, a recipe that reads the bundles computes them with its own trainer.
+task's rows and encoded from its row, with its images; answers to the task's held-out rows are left out. Without it,
+TRL's messages go through the model's chat template, and text is tokenized as it is. verl drops the template's special
+tokens, so give --task for its dumps. Answers are tokenized again. They get an end token, which neither trainer logs,
+unless they are --max_new_tokens long. Since the sampler's log-probabilities are unknown, a recipe that reads the
+bundles computes them with its own trainer.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit.data import load_task
 from rlkit.data.samples import Sample, append_response, prompt_sample
 from rlkit.replay.bundles import Bundle, Draw, bundle_path, write_bundle
+from rlkit.rollout.sampling import model_end_token_ids
 from rlkit.runs.command_line import command_parser
 from rlkit.runs.start import one_sentence_errors
-from rlkit.vlm import encode_prompt, load_processor
+from rlkit.vlm import encode_prompt, encode_prompts, load_processor
+from rlkit.vlm.loading import load_config, model_path
+from rlkit.vlm.turns import assistant_turn, end_token
 
 NOT_REWARDS = ("step", "advantage")
 
@@ -44,6 +48,20 @@ class Logged:
     answer: str
     reward: float
     truth: Any = None
+
+
+class Converted(NamedTuple):
+    """What `convert` did.
+
+    Attributes:
+        bundles: number of bundles written, one per step that has answers.
+        held_out: number of answers left out because their prompts are held-out rows.
+        skipped: an error message for each row of the task that could not be encoded.
+    """
+
+    bundles: int
+    held_out: int
+    skipped: list[str]
 
 
 def read_verl(folder: str | Path) -> Iterator[list[Logged]]:
@@ -108,9 +126,11 @@ def convert(
     *,
     origin: str,
     rows: Sequence[Mapping[str, Any]] = (),
+    heldout: Sequence[Mapping[str, Any]] = (),
+    ends: Sequence[int] = (),
     max_new_tokens: int = 0,
-) -> int:
-    """Write one bundle per step, and return their number.
+) -> Converted:
+    """Write one bundle per step.
 
     Args:
         steps: logged answers of each step.
@@ -118,40 +138,57 @@ def convert(
         processor: processor or tokenizer of the model to be trained.
         origin: "verl" or "TRL".
         rows: rows of the task that the prompts come from; if empty, prompts are tokenized as they were logged.
+        heldout: the task's held-out rows; answers to them are left out.
+        ends: token ids that end an answer of the model, if the tokenizer's is not the only one.
         max_new_tokens: answers of this length were truncated, and get no end token. 0: no answer was truncated.
 
     Raises:
         ValueError: a prompt matches no row, or several rows.
     """
-    index: dict[str, list[Sample]] = {}
-    for row in rows:
-        sample = encode_prompt(processor, row)
-        index.setdefault(_key(processor, sample), []).append(sample)
-    count = 0
-    for count, step in enumerate(steps, 1):
+    (index, skipped), (held_out, more) = _by_text(processor, rows), _by_text(processor, heldout)
+    end = _end_of_answers(processor, ends)
+    count, left_out = 0, 0
+    for step in steps:
         groups: dict[str, list[Logged]] = {}
         for logged in step:
             groups.setdefault(json.dumps(logged.prompt, default=str), []).append(logged)
         samples = []
         for group_id, answers in enumerate(groups.values()):
-            prompt = replace(_prompt(processor, answers[0], index), group_id=group_id)
+            prompt = _encoded(processor, answers[0])
+            if len(rows):
+                key = _key(processor, prompt)
+                if key not in index and key in held_out:
+                    left_out += len(answers)
+                    continue
+                prompt = _of_row(answers[0], index.get(key, []))
             for number, logged in enumerate(answers):
-                answered = _answered(processor, prompt, logged.answer, max_new_tokens)
-                samples.append(replace(answered, number=number, reward=logged.reward))
-        write_bundle(bundle_path(out, count - 1), Bundle(count - 1, origin=origin, draws=[Draw(samples)]))
-    return count
+                answered = _answered(processor, prompt, logged.answer, end, max_new_tokens)
+                samples.append(replace(answered, group_id=group_id, number=number, reward=logged.reward))
+        if samples:
+            write_bundle(bundle_path(out, count), Bundle(count, origin=origin, draws=[Draw(samples)]))
+            count += 1
+    return Converted(count, left_out, skipped + more)
 
 
-def _prompt(processor: Any, logged: Logged, index: Mapping[str, Sequence[Sample]]) -> Sample:
+def _by_text(processor: Any, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Sample]], list[str]]:
+    """The prompts of rows by `_key`, and an error message for each row that cannot be encoded."""
+    samples, skipped = encode_prompts(processor, enumerate(rows))
+    index: dict[str, list[Sample]] = {}
+    for sample in samples:
+        index.setdefault(_key(processor, sample), []).append(sample)
+    return index, skipped
+
+
+def _encoded(processor: Any, logged: Logged) -> Sample:
+    """The prompt of a logged answer as it was logged."""
+    if not isinstance(logged.prompt, str):
+        return encode_prompt(processor, {"messages": logged.prompt, "answer": logged.truth})
     tokenizer = getattr(processor, "tokenizer", processor)
-    if isinstance(logged.prompt, str):
-        row = {"question": logged.prompt, "answer": logged.truth}
-        sample = prompt_sample(tokenizer(logged.prompt, add_special_tokens=False).input_ids, row=row)
-    else:
-        sample = encode_prompt(processor, {"messages": logged.prompt, "answer": logged.truth})
-    if not index:
-        return sample
-    found = index.get(_key(processor, sample), [])
+    row = {"question": logged.prompt, "answer": logged.truth}
+    return prompt_sample(tokenizer(logged.prompt, add_special_tokens=False).input_ids, row=row)
+
+
+def _of_row(logged: Logged, found: Sequence[Sample]) -> Sample:
     if len(found) != 1:
         raise ValueError(
             f"prompt {str(logged.prompt)[:80]!r}: expected the text of one row of --task, got that of {len(found)} rows"
@@ -165,12 +202,22 @@ def _key(processor: Any, sample: Sample) -> str:
     return " ".join(tokenizer.decode(sample.token_ids, skip_special_tokens=True).split())
 
 
-def _answered(processor: Any, prompt: Sample, text: str, max_new_tokens: int) -> Sample:
+def _end_of_answers(processor: Any, ends: Sequence[int]) -> int:
+    """The token with which the model's chat template ends an answer, or the tokenizer's without a template."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    question, answer = ({"role": role, "content": "Hello"} for role in ("user", "assistant"))
+    try:
+        return assistant_turn(processor, {}, [question], answer, ends, prefix="", name="answer").ids[-1]
+    except ValueError:
+        return end_token(tokenizer, ends)
+
+
+def _answered(processor: Any, prompt: Sample, text: str, end: int, max_new_tokens: int) -> Sample:
     tokenizer = getattr(processor, "tokenizer", processor)
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     cut = bool(max_new_tokens) and len(tokens) >= max_new_tokens
     if not cut:
-        tokens = [*tokens, tokenizer.eos_token_id]
+        tokens = [*tokens, end]
     reason = "length" if cut else "stop"
     return append_response(prompt, tokens, [math.nan] * len(tokens), text=text, finish_reason=reason)
 
@@ -187,12 +234,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with one_sentence_errors("dumps"):
         steps = read_verl(options.dump) if options.trainer == "verl" else read_trl(options.dump)
-        rows = list(load_task(options.task).train) if options.task else []
-        origin = "verl" if options.trainer == "verl" else "TRL"
-        limit = options.max_new_tokens
-        count = convert(
-            steps, options.out, load_processor(options.model), origin=origin, rows=rows, max_new_tokens=limit
+        task = load_task(options.task) if options.task else None
+        processor = load_processor(options.model)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        done = convert(
+            steps,
+            options.out,
+            processor,
+            origin="verl" if options.trainer == "verl" else "TRL",
+            rows=task.train if task else (),
+            heldout=task.heldout if task else (),
+            ends=model_end_token_ids(model_path(options.model), load_config(options.model), tokenizer),
+            max_new_tokens=options.max_new_tokens,
         )
+    if done.skipped:
+        print(f"rows of {options.task} that were skipped: {len(done.skipped)}, the first because of: {done.skipped[0]}")
+    if done.held_out:
+        print(f"answers to held-out rows of {options.task}, left out: {done.held_out}")
+    count = done.bundles
     print(f"{count} bundles in {options.out}; train on them with --from_rollouts {options.out} --steps {count}")
 
 

@@ -1,6 +1,7 @@
 """What a run chooses about its rows: the reward, words around the question, and which rows are held out."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -139,6 +140,8 @@ def test_prompts_with_more_around_them(processor, tmp_path):
     )
     assert more.train[0]["question"] == "What {is} it?" and len(more.heldout) == 0
     assert with_prompt(task) is task
+    null = replace(task, train=[{**task.train[0], "thinking_tags": None}])  # of a column that not all rows have
+    assert with_prompt(null, thinking_tags=("[T]", "[/T]")).train[0]["thinking_tags"] == ("[T]", "[/T]")
 
 
 def test_the_last_question_is_the_one(processor, tmp_path):

@@ -65,6 +65,17 @@ def test_no_file_of_a_mixture_can_be_held_out(tmp_path):
         assert len(with_heldout(trained_on, str(files[2])).heldout) == 5
 
 
+def test_rows_of_a_held_out_file_name_their_task(tmp_path):
+    file = tmp_path / "held.jsonl"
+    rows = [{"question": "q", "answer": "1", "task": "b"}, {"question": "q", "answer": "1"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixture = with_heldout(mix_tasks([task("a", 3, 0.0), task("b", 3, 1.0)]), str(file))
+    first, second = mixture.heldout
+    assert mixture.reward("1", first) == 1.0
+    with pytest.raises(ValueError, match=r"held.jsonl row 2: task: expected one of \['a', 'b'\] in the column `task`"):
+        mixture.reward("1", second)
+
+
 @pytest.mark.parametrize("share", ["0.001", "0.1", "0.5"])
 def test_repeated_rows_are_held_out_together_and_once(share):
     mixture = mix_tasks([task("a", 12), task("b", 102)], [1, 1])

@@ -228,6 +228,11 @@ def test_a_stream_resumes_at_any_step(shards):
     assert isinstance(row["images"][0]["bytes"], bytes) and row["where"] == "stream epoch 0 row 1"  # not decoded
 
 
+def test_a_stream_with_a_buffer_of_one_row_keeps_its_order(shards):
+    steps = streamed(open_stream(shards, "train"), 30, 2, seed=1, buffer_size=1)
+    assert [[row["question"] for _, row in step] for step in steps] == [[f"q{i}" for i in range(30)]] * 2
+
+
 def test_a_saved_set_streams_too(tmp_path):
     datasets.Dataset.from_dict({"question": ["a", "b", "c"], "image": [None] * 3}).save_to_disk(tmp_path)
     (step,) = streamed(open_stream(str(tmp_path), "train"), 3, 1, seed=0, buffer_size=1)

@@ -9,7 +9,7 @@ import pytest
 
 from rlkit.data import load_task
 from rlkit.replay.bundles import read_bundle
-from rlkit.replay.dumps import convert, read_trl, read_verl
+from rlkit.replay.dumps import convert, main, read_trl, read_verl
 from rlkit.vlm import build_tiny, encode_prompt, load_processor
 
 
@@ -53,7 +53,7 @@ def test_a_dump_of_verl(tmp_path, tokenizer, task):
     rows = task.train[:3]
     verl_dump(tmp_path, tokenizer, rows)
     out = tmp_path / "bundles"
-    assert convert(read_verl(tmp_path), out, tokenizer, origin="verl", rows=rows) == 2
+    assert convert(read_verl(tmp_path), out, tokenizer, origin="verl", rows=rows) == (2, 0, [])
     bundle = read_bundle(out / "step_0")
     samples = bundle.draws[0].samples
     assert bundle.origin == "verl" and not bundle.updates
@@ -93,7 +93,7 @@ def test_a_dump_of_trl(tmp_path, tokenizer, task, conversation):
                 | {"exact": 1.0, "format": part, "solution": "x", "advantage": -7.0}
             )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "completions_00001.parquet")
-    assert convert(read_trl(tmp_path), tmp_path / "b", tokenizer, origin="TRL") == 1
+    assert convert(read_trl(tmp_path), tmp_path / "b", tokenizer, origin="TRL") == (1, 0, [])
     samples = read_bundle(tmp_path / "b" / "step_0").draws[0].samples
     assert [s.reward for s in samples] == [1.25, 1.0] * 2 and [s.text for s in samples[::2]] == [
         r["answer"] for r in rows
@@ -133,3 +133,37 @@ def test_a_prompt_that_no_row_or_several_rows_have_is_named(tmp_path, tokenizer,
         convert(read_verl(tmp_path), tmp_path / "b", tokenizer, origin="verl", rows=task.train[1:3])
     with pytest.raises(ValueError, match="got that of 2 rows"):
         convert(read_verl(tmp_path), tmp_path / "b", tokenizer, origin="verl", rows=[task.train[0]] * 2)
+
+
+def test_the_command_leaves_out_held_out_rows_and_unreadable_ones(tmp_path, tokenizer, task, capsys):
+    """verl trained on all rows of a file, of which a tenth is held out here."""
+    rows = [{"question": row["question"], "answer": row["answer"]} for row in task.train[:20]]
+    file, dump = tmp_path / "rows.jsonl", tmp_path / "dump"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"question": "Look.", "images": ["none.png"]}]))
+    dump.mkdir()
+    verl_dump(dump, tokenizer, rows)
+    own = load_task(str(file))
+    held = {row["question"] for row in own.heldout} & {row["question"] for row in rows}
+    main(["verl", str(dump), str(tmp_path / "b"), "--model", tokenizer.name_or_path, "--task", str(file)])
+    said = capsys.readouterr().out
+    assert (
+        held and f"answers to held-out rows of {file}, left out: {4 * len(held)}\n" in said and "2 bundles in " in said
+    )
+    assert f"rows of {file} that were skipped: 1, the first because of: {file} row 21: " in said
+    samples = read_bundle(tmp_path / "b" / "step_0").draws[0].samples
+    assert {s.row["question"] for s in samples} == {row["question"] for row in rows} - held
+
+
+def test_an_answer_ends_as_the_template_ends_it(tmp_path, task):
+    """As in Gemma and Phi-3, whose tokenizers have another end token."""
+    build_tiny(tmp_path / "model", task.train, warm_up_steps=0)
+    tokenizer = load_processor(str(tmp_path / "model"))
+    turn_end, tokenizer.eos_token = tokenizer.eos_token_id, "<|endoftext|>"
+    assert tokenizer.eos_token_id not in (None, turn_end)
+    verl_dump(tmp_path, tokenizer, task.train[:1])
+    ends = [turn_end, tokenizer.eos_token_id]
+    for end in (turn_end, tokenizer.eos_token_id):  # with the template, and without one
+        convert(read_verl(tmp_path), tmp_path / "b", tokenizer, origin="verl", ends=ends)
+        (first, *_) = read_bundle(tmp_path / "b" / "step_0").draws[0].samples
+        assert first.token_ids[-1] == end
+        tokenizer.chat_template = None
