@@ -15,6 +15,7 @@ from typing import Any
 from rlkit.plan.rehearsal import Roles
 from rlkit.runs.command_line import parse_options
 from rlkit.runs.option_types import check_ranges
+from rlkit.runs.options import TrainingOptions
 from rlkit.vlm.loading import load_config
 from rlkit.vlm.model_config import changed_config, config_file, is_config_file
 from rlkit.vlm.weight_files import quantization_method, quantized_message
@@ -52,7 +53,7 @@ def recipe_options(module: Any, arguments: Sequence[str]) -> Any:
     (config,) = inspect.signature(module.main, eval_str=True).parameters.values()
     cfg = parse_options(config.annotation, module.__doc__ or "", arguments)
     check_ranges(cfg)
-    if not hasattr(cfg, "micro_batch_tokens") or not hasattr(cfg, "lora_rank"):
+    if not isinstance(cfg, TrainingOptions):
         raise ValueError(f"recipe: expected one that trains a model, got {module.__name__}")
     if tiny := [name for name in ("model", "teacher") if getattr(cfg, name, "") == "tiny"]:
         raise ValueError(f'{tiny[0]}: expected a directory or hub id, got "tiny", which fits wherever it is started')

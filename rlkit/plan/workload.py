@@ -11,7 +11,7 @@ import torch
 from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import Batch, Sample, append_response, collate, prompt_sample
 from rlkit.engines.packing.micro_batches import micro_batches
-from rlkit.runs.options import GivenAnswerOptions
+from rlkit.runs.options import GivenAnswerOptions, SamplingOptions, TrainingOptions
 from rlkit.runs.vllm_options import longest_answer, longest_row
 from rlkit.vlm.families import PATCH_ROW_FAMILIES, numbers_per_patch
 from rlkit.vlm.loading import has_vision
@@ -20,9 +20,9 @@ from rlkit.vlm.long_rope import usable_context
 TEXT_BESIDE_IMAGE = 64  # text tokens of a prompt with an image, unless --image_tokens is given
 
 
-def samples_to_train(cfg: Any) -> bool:
+def samples_to_train(cfg: TrainingOptions) -> bool:
     """Whether a step samples the answers that it trains on. Recipes with given answers sample for evaluation only."""
-    return hasattr(cfg, "rollout") and not isinstance(cfg, GivenAnswerOptions)
+    return isinstance(cfg, SamplingOptions)
 
 
 def passes(cfg: Any) -> int:
@@ -71,7 +71,7 @@ class Workload:
 
 
 def longest_batch(
-    cfg: Any, config: Any, data_parallel_size: int, image_tokens: int | None, *, rows_together: int = 1
+    cfg: TrainingOptions, config: Any, data_parallel_size: int, image_tokens: int | None, *, rows_together: int = 1
 ) -> Workload:
     """The longest rows that the recipe's options and the model's context allow.
 
@@ -86,7 +86,7 @@ def longest_batch(
         ValueError: rows are longer than the model's context, or a prompt has more image tokens than tokens.
     """
     context = usable_context(config, longest_row(cfg))
-    if hasattr(cfg, "max_prompt_tokens"):
+    if isinstance(cfg, SamplingOptions):
         answer = longest_answer(cfg)
         length = cfg.max_prompt_tokens or context - (answer or context // 2)
         answer = answer or context - length  # an episode may fill the context
@@ -97,7 +97,7 @@ def longest_batch(
                 f"{cfg.max_prompt_tokens} + {answer}"
             )
     else:
-        longest = getattr(cfg, "max_tokens", 0) or context
+        longest = (cfg.max_tokens if isinstance(cfg, GivenAnswerOptions) else 0) or context
         if not 1 < longest <= context:
             raise ValueError(f"max_tokens: expected at most {context}, the model's context, got {longest}")
         length, answer = longest // 2, longest - longest // 2
@@ -127,9 +127,9 @@ def with_limited_rows(cfg: Any, config: Any) -> Any:
 
     if getattr(cfg, "max_turns", 1) > 1 and not cfg.max_response_tokens:
         cfg = replace(cfg, max_response_tokens=left_by(cfg.max_prompt_tokens or tokens // 2))
-    if hasattr(cfg, "max_prompt_tokens") and not cfg.max_prompt_tokens:
+    if isinstance(cfg, SamplingOptions) and not cfg.max_prompt_tokens:
         cfg = replace(cfg, max_prompt_tokens=left_by(longest_answer(cfg)))
-    if hasattr(cfg, "max_tokens") and not cfg.max_tokens:
+    if isinstance(cfg, GivenAnswerOptions) and not cfg.max_tokens:
         cfg = replace(cfg, max_tokens=tokens)
     return cfg
 

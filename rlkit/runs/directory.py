@@ -21,7 +21,7 @@ from rlkit.data.tables import as_rows
 from rlkit.rollout.vllm_families import config_or_empty
 from rlkit.runs.command_line import RENAMED
 from rlkit.runs.option_types import changeable_options
-from rlkit.runs.options import RUN_ONLY_OPTIONS
+from rlkit.runs.options import RUN_ONLY_OPTIONS, RunOptions, TaskOptions
 from rlkit.runs.vllm_options import longest_row
 from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES
 from rlkit.vlm.long_rope import has_long_factors, original_length
@@ -58,12 +58,12 @@ def claim_directory(out: str, name: str, *, resume: bool) -> Path:
     return decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
 
 
-def check_resumed_options(out: Path, options: Any, contents: Mapping[str, str] | None = None) -> list[str]:
+def check_resumed_options(out: Path, options: RunOptions, contents: Mapping[str, str] | None = None) -> list[str]:
     """Compare options with those at the start of the run: one line per changed option. All ranks call this together.
 
     Args:
         out: the run's directory. If no step was logged there, the run is new.
-        options: a dataclass with a field `allow_changes`.
+        options: of the recipe.
         contents: see `recorded_contents`. One that the run has not recorded is not compared.
 
     Raises:
@@ -73,7 +73,7 @@ def check_resumed_options(out: Path, options: Any, contents: Mapping[str, str] |
     return decided_by_rank_0(lambda: _changed_options(out, asdict(options), may_differ, contents or {}))
 
 
-def recorded_contents(cfg: Any, train: Sequence[Row], heldout: Sequence[Row]) -> dict[str, str]:
+def recorded_contents(cfg: RunOptions, train: Sequence[Row], heldout: Sequence[Row]) -> dict[str, str]:
     """Fingerprints of the files behind a run's options: its rows, on which their order depends, and its chat template.
 
     All ranks call this together. Rank 0 reads the rows, see `rlkit.data.tables.Rows.fingerprint`.
@@ -82,9 +82,10 @@ def recorded_contents(cfg: Any, train: Sequence[Row], heldout: Sequence[Row]) ->
     def contents() -> dict[str, str]:
         tables = {"train": as_rows(train), "heldout": as_rows(heldout)}
         found = {name: f"{len(rows)} rows, fingerprint {rows.fingerprint()}" for name, rows in tables.items()}
-        if template := getattr(cfg, "chat_template", ""):
+        if isinstance(cfg, TaskOptions) and cfg.chat_template:
             with suppress(OSError):  # an error of `processor_of` says that it cannot be read
-                found["chat_template"] = f"fingerprint {sha256(Path(template).read_bytes()).hexdigest()[:16]}"
+                template = Path(cfg.chat_template).read_bytes()
+                found["chat_template"] = f"fingerprint {sha256(template).hexdigest()[:16]}"
         return found
 
     return decided_by_rank_0(contents)

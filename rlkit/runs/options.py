@@ -325,16 +325,20 @@ class GivenAnswerOptions(TrainingOptions):
     counted. 0: the model's context."""
 
 
-def check_evaluation(cfg: Any) -> None:
+def check_evaluation(cfg: RunOptions) -> None:
     """Raise a ValueError if an option needs evaluations during training, but --evaluate_every is 0."""
-    for name in ("keep_best", "patience"):
-        if getattr(cfg, name, 0) and not cfg.evaluate_every:
-            raise ValueError(f"evaluate_every: expected at least 1 with --{name}, got 0")
+    if not isinstance(cfg, TrainingOptions) or cfg.evaluate_every:
+        return
+    if cfg.keep_best or cfg.patience:
+        name = "keep_best" if cfg.keep_best else "patience"
+        raise ValueError(f"evaluate_every: expected at least 1 with --{name}, got 0")
 
 
-def check_servers(cfg: Any) -> None:
+def check_servers(cfg: RunOptions) -> None:
     """Raise a ValueError if the sampling back end needs servers and none are given."""
-    if getattr(cfg, "rollout", "") in ("vllm_server", "sglang") and not cfg.servers:
+    if not (isinstance(cfg, GenerationOptions) and isinstance(cfg, ModelOptions)):
+        return
+    if cfg.rollout in ("vllm_server", "sglang") and not cfg.servers:
         raise ValueError(
             f"servers: expected URLs for --rollout {cfg.rollout}, got none; `python -m rlkit.rollout.serve --model "
             f"{cfg.model}` starts a vLLM server"
@@ -349,10 +353,12 @@ def check_sampling(cfg: Any) -> None:
         check_temperature(getattr(cfg, "temperature", 1.0))
 
 
-def check_processor_options(cfg: Any) -> None:
+def check_processor_options(cfg: RunOptions) -> None:
     """Raise a ValueError if servers prepare images, which do not know the options of the run's processor."""
-    for name in ("servers", "teacher_servers"):
-        if getattr(cfg, "processor_options", ()) and getattr(cfg, name, ()):
+    if not isinstance(cfg, TaskOptions) or not cfg.processor_options:
+        return
+    for name in ("servers", "teacher_servers"):  # of recipes that have them
+        if getattr(cfg, name, ()):
             raise ValueError(
                 f"processor_options: expected none with --{name}, which prepare images as the files of their model "
                 'say; copy the model to a directory, in it run load_processor("COPY", max_pixels=...)'
@@ -360,13 +366,13 @@ def check_processor_options(cfg: Any) -> None:
             )
 
 
-def check_sync_adapters(cfg: Any) -> None:
+def check_sync_adapters(cfg: RunOptions) -> None:
     """Raise a ValueError if adapters alone are to be sent, but there are none or the back end cannot use them."""
-    if not getattr(cfg, "sync_adapters", False):
+    if not isinstance(cfg, AdapterOptions) or not cfg.sync_adapters:
         return
     if not cfg.lora_rank:
         raise ValueError("sync_adapters: expected adapters (--lora_rank), got none")
-    if not hasattr(cfg, "rollout"):
+    if not isinstance(cfg, GenerationOptions):
         raise ValueError("sync_adapters: expected a recipe that samples, got one that sends no weights")
     if cfg.rollout == "sglang":
         raise ValueError(
@@ -375,9 +381,9 @@ def check_sync_adapters(cfg: Any) -> None:
         )
 
 
-def check_quantize_base(cfg: Any) -> None:
+def check_quantize_base(cfg: RunOptions) -> None:
     """Raise a ValueError if base weights are to be quantized, but other options need them unchanged."""
-    if not getattr(cfg, "quantize_base", False):
+    if not isinstance(cfg, TrainingOptions) or not cfg.quantize_base:
         return
     if not cfg.lora_rank:
         raise ValueError("quantize_base: expected adapters (--lora_rank), got none, so all weights are trained")
@@ -396,7 +402,7 @@ UNSUPPORTED_PARALLEL_OPTIONS = {  # names of --parallel that an engine does not 
 }
 
 
-def check_engine_options(cfg: Any) -> None:
+def check_engine_options(cfg: RunOptions) -> None:
     """Raise a ValueError if an option is one of another engine. It says what to use."""
     if not isinstance(cfg, EngineOptions):
         return

@@ -7,7 +7,6 @@ import gc
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -23,6 +22,7 @@ from rlkit.engines.megatron.supported import ParallelDims
 from rlkit.losses import token_mean
 from rlkit.plan import megatron, megatron_links
 from rlkit.plan.kernels import _Flash, planned_head
+from rlkit.plan.recipes import load_recipe
 from rlkit.plan.workload import largest_micro_batches, longest_batch, packed_rows
 
 SEQUENCE = {"tensor": 2, "sequence_parallel": True}
@@ -70,7 +70,7 @@ def make_model(family):
 def planned_and_taken(name):
     """Bytes by kind, planned and taken."""
     family, ranks, parallel, recompute, share = CASES[name]
-    cfg = SimpleNamespace(
+    cfg = load_recipe("recipes/grpo_vlm.py").Config(
         max_prompt_tokens=256, max_new_tokens=128, prompts_per_step=8 * ranks, group_size=4, micro_batch_tokens=1600,
         share_prompts=share, enable_gradient_checkpointing=recompute, freeze_vision_tower=False,
     )  # fmt: skip

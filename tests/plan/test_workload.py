@@ -1,7 +1,6 @@
 """The longest rows that options allow, and the largest micro-batches of them: what a plan rehearses."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,7 +44,8 @@ def one_rank():
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
 def test_tokens_of_images_are_rehearsed(family):
     """Also those of a family whose patches are not known: only its tower is left out."""
-    cfg = SimpleNamespace(max_prompt_tokens=1024, max_new_tokens=256, prompts_per_step=8, group_size=4)
+    recipe = load_recipe("recipes/grpo_vlm.py").Config
+    cfg = recipe(max_prompt_tokens=1024, max_new_tokens=256, prompts_per_step=8, group_size=4)
     config = AutoConfig.for_model(family)
     workload = longest_batch(cfg, config, 1, None)
     batch = largest_micro_batches(workload, config, 16384, share_prompts=True)

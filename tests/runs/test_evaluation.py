@@ -17,6 +17,7 @@ from rlkit.report.intervals import confidence_interval, intervals
 from rlkit.runs import (
     Answers,
     Prompts,
+    TrainingOptions,
     evaluate_at_start,
     evaluate_when_due,
     global_loss,
@@ -363,6 +364,6 @@ def test_answers_of_lost_steps_are_removed_before_held_out_ones_are_written(tmp_
 
 @pytest.mark.parametrize("options", [{"keep_best": True}, {"patience": 2}])
 def test_options_that_need_evaluations(options):
-    cfg = SimpleNamespace(evaluate_every=0, **options)
+    cfg = TrainingOptions(evaluate_every=0, **options)
     with pytest.raises(ValueError, match="^evaluate_every: expected at least 1 with --"):
         start.check_evaluation(cfg)
