@@ -33,7 +33,7 @@ def register_engine(model_type: str, backend: str, device: str, target: str) -> 
 
 for _device in ("cpu", "cuda"):
     register_engine("language_model", "fsdp2", _device, "rlkit.engines.fsdp.fsdp2:Fsdp2Engine")
-    register_engine("value_model", "fsdp2", _device, "rlkit.engines.fsdp.fsdp2:Fsdp2ValueEngine")
+    register_engine("value_model", "fsdp2", _device, "rlkit.engines.fsdp.value_engine:Fsdp2ValueEngine")
     register_engine("language_model", "fsdp1", _device, "rlkit.engines.fsdp.fsdp1:Fsdp1Engine")
     register_engine("value_model", "fsdp1", _device, "rlkit.engines.fsdp.fsdp1:Fsdp1ValueEngine")
     register_engine("language_model", "megatron", _device, "rlkit.engines.megatron.engine:MegatronEngine")

@@ -98,8 +98,11 @@ class OffloadedBetweenUses:
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, enabled: bool) -> None:
-        self.on_host, self.enabled, self.changed = Offloaded(), enabled, False
-        self._tensors, self._uses = tensors, 0
+        self.on_host = Offloaded()
+        self.enabled = enabled
+        self.changed = False
+        self._tensors = tensors
+        self._uses = 0
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -168,8 +171,16 @@ class OffloadingEngine:
             finally:
                 self._mark_changed()  # by the caller, perhaps
 
+    @contextmanager
+    def _changing_weights(self) -> Iterator[None]:
+        """A context that changes weights and optimizer state; the state is on the device in it."""
+        with self._offloaded_state.on_device():
+            self._mark_changed()
+            yield
+
     def _mark_changed(self) -> None:
-        self._offloaded_weights.changed = self._offloaded_state.changed = True
+        self._offloaded_weights.changed = True
+        self._offloaded_state.changed = True
 
     def _check_not_offloading(self, device: torch.device | str) -> None:
         if self.offload_between_phases:
@@ -186,7 +197,7 @@ class OffloadingEngine:
                 del tensor  # free it before the next one is gathered
 
 
-def needs_weights(method: Method) -> Method:
+def with_weights_on_device(method: Method) -> Method:
     """Wraps an engine's method so that its `_offloaded_weights` are on the device during the call."""
 
     @wraps(method)

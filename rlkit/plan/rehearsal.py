@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import BUCKET_BYTES, local_part
-from rlkit.engines.fsdp.sharded_loading import made_of_full_tensors
+from rlkit.engines.fsdp.sharded_loading import fully_read_parameters
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses import jsd_loss, token_mean
@@ -94,7 +94,7 @@ class Rehearsal:
         largest_tensor: number of elements of the largest parameter.
         workload: rows of this rank.
         data_parallel_size: number of ranks with different rows.
-        made_of_full: number of elements of the parameters that each rank makes of full tensors on the host.
+        fully_read: number of elements of the parameters that each rank makes of full tensors on the host.
         micro_batches: all rows of this rank.
         models: sizes of the models by role: policy, critic, reference.
         copied_back: bytes of `host` that training changes, so that they are copied back: no frozen weights.
@@ -110,7 +110,7 @@ class Rehearsal:
     data_parallel_size: int
     micro_batches: Sequence[PackedRows] = ()
     models: Mapping[str, ModelSize] = field(default_factory=dict)
-    made_of_full: int = 0
+    fully_read: int = 0
     copied_back: int = 0
 
 
@@ -166,7 +166,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
         largest_tensor=counts.largest_tensor,
         workload=workload,
         data_parallel_size=size,
-        made_of_full=counts.made_of_full,
+        fully_read=counts.fully_read,
         micro_batches=packed_rows(workload, cfg.micro_batch_tokens, share_prompts=first.share_prompts),
         models=sizes,
         copied_back=sum(map(_copied_back, engines.values())) if cfg.offload_between_phases else 0,
@@ -252,14 +252,14 @@ def _of_later_steps(
 
     With several updates on a batch, state that is offloaded between phases is there from the second forward on.
     """
-    of_later_steps = {}
+    later_peaks = {}
     for phase, kinds in peaks.items():
         optimizer = max(kinds.get("optimizer", 0), resident.get("optimizer", 0))
         if several_updates and phase.endswith("forward and backward"):
             step = peaks[phase.replace("forward and backward", "optimizer step")]
             optimizer = max(optimizer, step["optimizer"])
-        of_later_steps[phase] = {**kinds, "optimizer": optimizer} if optimizer else kinds
-    return of_later_steps
+        later_peaks[phase] = {**kinds, "optimizer": optimizer} if optimizer else kinds
+    return later_peaks
 
 
 def _options(cfg: Any, config: Any) -> dict[str, Any]:
@@ -297,15 +297,15 @@ class Counts(NamedTuple):
     parameters: int
     trainable: int
     largest_tensor: int
-    made_of_full: int
+    fully_read: int
 
 
 def _counts(model: Any) -> Counts:
     sizes, base = weight_counts(model), model.get_base_model() if hasattr(model, "get_base_model") else model
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    names = made_of_full_tensors(base)
-    made_of_full = sum(p.numel() for name, p in base.named_parameters() if name in names)
-    return Counts(sum(sizes), trainable, max(sizes), made_of_full)
+    names = fully_read_parameters(base)
+    fully_read = sum(p.numel() for name, p in base.named_parameters() if name in names)
+    return Counts(sum(sizes), trainable, max(sizes), fully_read)
 
 
 def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Mapping[str, Any]) -> None:

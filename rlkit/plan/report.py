@@ -149,7 +149,7 @@ def host_memory(cfg: Any, config: Any, plan: Plan, world: int, gpus_per_node: in
     """
     rehearsal, ranks = plan.rehearsal, min(world, gpus_per_node)
     itemsize = 4 if cfg.dtype == "float32" else 2
-    loading = ranks * itemsize * (rehearsal.largest_tensor + rehearsal.made_of_full)
+    loading = ranks * itemsize * (rehearsal.largest_tensor + rehearsal.fully_read)
     if cfg.quantize_base:
         loading += ranks * itemsize * rehearsal.parameters // cfg.parallel.get("fsdp_size", world)
     if has_only_pickled_weights(cfg.model):

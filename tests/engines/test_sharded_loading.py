@@ -12,8 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.fsdp import fsdp2, sharded_loading
-from rlkit.engines.fsdp.sharded_loading import made_of_full_tensors
+from rlkit.engines.fsdp.sharded_loading import fully_read_parameters
 from rlkit.engines.fsdp.sharding import make_device_mesh
+from rlkit.engines.fsdp.value_engine import Fsdp2ValueEngine
 from rlkit.engines.value_head import load_value_model, with_value_head
 from rlkit.runs import TrainingOptions, build_scorer
 from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
@@ -62,7 +63,7 @@ def test_weights_that_are_made_of_full_tensors(family, tmp_path, monkeypatch):
     """Those that a plan counts, which docs/families.md lists, are those that are read so. Others are read in slices."""
     config = test_families.TEXT.get(family)
     model = test_families.vision_model(family) if config is None else test_families.text_model(family, config, "eager")
-    names = made_of_full_tensors(model)
+    names = fully_read_parameters(model)
     layers = {part: [n for n in names if f".{part}." in n] for part in family_configs.MADE_OF_FULL.get(family, ())}
     assert all(layers.values()) and names == {name for found in layers.values() for name in found}
     if not names and family != "qwen3_vl_moe":
@@ -242,7 +243,7 @@ def test_what_is_not_read_from_files_is_moved_to_the_device(saved, monkeypatch, 
     monkeypatch.setattr(fsdp2, "load_sharded_weights", lambda base, device: None)  # they are there already
     model = (load_value_model if kind == "value_model" else load_model)(saved("qwen2"), on_meta=True)
     model = lora(model, 4, 8) if kind == "adapters" else model
-    engine_class = fsdp2.Fsdp2ValueEngine if kind == "value_model" else fsdp2.Fsdp2Engine
+    engine_class = Fsdp2ValueEngine if kind == "value_model" else fsdp2.Fsdp2Engine
     module = engine_class(model=model, compute_dtype=torch.float32).module
     assert not isinstance(module, FSDPModule)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

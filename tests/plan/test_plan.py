@@ -133,7 +133,7 @@ def test_host_memory_counts_images_and_weights_that_are_not_read_in_slices(tmp_p
     config = qwen_vl("qwen2.5-vl-3b")
     cfg = load_recipe("recipes/grpo_vlm.py").Config(model=str(tmp_path), heldout_rows=8000)
     workload = Workload(prompt=400, answer=100, image_tokens=256, prompts=3, group_size=4)
-    rehearsal = Rehearsal({"train": {}}, {}, 0, 1000, 1000, 100, workload, 16, made_of_full=50)
+    rehearsal = Rehearsal({"train": {}}, {}, 0, 1000, 1000, 100, workload, 16, fully_read=50)
     plan = Plan(rehearsal, SamplerMemory(0, 0, 12, 12), {}, gpu_named("h100-80gb"))
     image = 2 * (256 * 4) * (3 * 2 * 14 * 14)
     taken = host_memory(cfg, config, plan, 16, 8)

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rlkit.engines.distributed import full_tensor
 from rlkit.engines.fsdp.fsdp1_loading import FlattenWithoutValues, allocate, fill_flat_parameters, read_rows
-from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
+from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine
 from rlkit.engines.fsdp.sharding import fsdp_units, mixed_dtypes_message
+from rlkit.engines.fsdp.value_engine import Fsdp2ValueEngine
 from rlkit.engines.sampled_copy import sampled_copy
 
 # options of the fsdp2 engine that are not supported, and the value that each may have
@@ -61,25 +61,20 @@ class Fsdp1Engine(Fsdp2Engine):
         self.names = [name for name, _ in model.named_parameters()]
         super().__init__(model=model, **options)
 
-    def _shard(
-        self,
-        model: Any,
-        dtype: torch.dtype,
-        mesh: DeviceMesh,
-        param_init_fn: Callable[[nn.Module], None] | None = None,
-    ) -> Any:
+    def _shard(self, model: Any, param_init_fn: Callable[[nn.Module], None] | None = None) -> Any:
         units = {
-            module: {"mixed_precision": _precision(x)} for module, x in fsdp_units(model, self.base, dtype).items()
+            module: {"mixed_precision": _precision(dtype)}
+            for module, dtype in fsdp_units(model, self.base, self.compute_dtype).items()
         }
         with warnings.catch_warnings():  # FSDP1 warns a single process that there is nothing to shard
             warnings.simplefilter("ignore", UserWarning)
             try:
                 module = FullyShardedDataParallel(
                     model,
-                    device_mesh=mesh,
+                    device_mesh=self.fsdp_mesh,
                     device_id=self.device,
                     auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
-                    mixed_precision=_precision(dtype),
+                    mixed_precision=_precision(self.compute_dtype),
                     param_init_fn=param_init_fn,
                     use_orig_params=True,
                 )
@@ -87,20 +82,20 @@ class Fsdp1Engine(Fsdp2Engine):
                 if "uniform dtype" not in str(error):
                     raise
                 raise ValueError(mixed_dtypes_message(str(error))) from error
-        module.register_comm_hook(mesh.get_group(), _sum_gradients)
+        module.register_comm_hook(self.fsdp_mesh.get_group(), _sum_gradients)
         return module
 
-    def _shard_and_read(self, model: Any, mesh: DeviceMesh) -> Any:
-        rows = read_rows(self.base, mesh, self.device)
+    def _shard_and_read(self, model: Any) -> Any:
+        rows = read_rows(self.base, self.fsdp_mesh, self.device)
         with FlattenWithoutValues():
-            module = self._shard(model, self.compute_dtype, mesh, param_init_fn=partial(allocate, device=self.device))
-        fill_flat_parameters(rows, mesh)
+            module = self._shard(model, param_init_fn=partial(allocate, device=self.device))
+        fill_flat_parameters(rows, self.fsdp_mesh)
         return module
 
     def _check_plain_head(self) -> None:
         raise ValueError("output_layer: expected the fsdp2 engine, got fsdp1, which cannot gather one layer alone")
 
-    def _clip(self) -> Tensor:
+    def _clip_gradients(self) -> Tensor:
         return self.module.clip_grad_norm_(self.max_grad_norm)
 
     def _reshard(self) -> None:

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
@@ -31,6 +28,7 @@ from rlkit.engines.distributed import (
 )
 from rlkit.engines.export import export_adapter, export_hf
 from rlkit.engines.flops import count_pass
+from rlkit.engines.fsdp.adapters import check_only_adapters_train, without_adapters
 from rlkit.engines.fsdp.liger import use_liger_kernels
 from rlkit.engines.fsdp.outputs import (
     chunks_from_hidden,
@@ -48,23 +46,26 @@ from rlkit.engines.fsdp.sharding import (
     cast_to_units,
     check_uniform_dtypes,
     fsdp_units,
+    gathered_weights,
     is_whole,
     make_device_mesh,
     reduce_unused_experts,
+    reshard,
     unsplit_modules,
 )
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
+from rlkit.engines.fsdp.training_state import load_training_state, training_state
 from rlkit.engines.logit_functions import LogitFunction, head_logits, topk_of_chunks
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.model_files import has_meta_weights
-from rlkit.engines.offload import OffloadingEngine, needs_weights
+from rlkit.engines.offload import OffloadingEngine, with_weights_on_device
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.sampler_dtype import sampler_dtype
-from rlkit.engines.value_head import check_head_trains, has_value_head
+from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import TopkLogprobs
 from rlkit.vlm.checkpoint_weights import (
     adapter_parameters,
@@ -161,35 +162,40 @@ class Fsdp2Engine(OffloadingEngine):
         if only_scores and optimizer is not None:
             raise ValueError("only_scores: expected False in an engine with an optimizer, got True")
         self.device = init_distributed(device)
-        self.processor, self.only_scores = processor, only_scores
-        self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
-        self.use_remove_padding, self.use_fused_kernels = use_remove_padding, use_fused_kernels
-        self.share_prompts, self.router_replay = share_prompts and use_remove_padding, router_replay
-        self.suppressed_token_ids = None if suppressed_token_ids is None else suppressed_token_ids.to(self.device)
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.processor = processor
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.has_adapters, self.longest_sequence = self.base is not model, longest_sequence
-        check_adapters(model)
-        self._check_head(trains=optimizer is not None)
+        self.has_adapters = self.base is not model
         self.config = self.base.config
         self.spec = position_spec(self.config)
+        self.longest_sequence = longest_sequence
+        self.router_replay = router_replay
+        self.micro_batch_tokens = micro_batch_tokens
+        self.use_remove_padding = use_remove_padding
+        self.share_prompts = share_prompts and use_remove_padding
+        self.temperature = temperature
+        self.suppressed_token_ids = None if suppressed_token_ids is None else suppressed_token_ids.to(self.device)
+        self.use_fused_kernels = use_fused_kernels
+        self.only_scores = only_scores
+        self.max_grad_norm = max_grad_norm
+        self.keep_gradients = keep_gradients
+        self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
+
+        check_adapters(model)
+        self._check_head(trains=optimizer is not None)
         self._make_groups(fsdp_size, tensor, ulysses_sequence_parallel_size)
         self._prepare_model(gradient_checkpointing=enable_gradient_checkpointing, compiled=use_torch_compile)
-        self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        mesh = self.mesh["dp_replicate", "dp_shard"] if fsdp_size else self.mesh["dp_shard"]
-        if has_meta_weights(model):
-            self.module = self._shard_and_read(model, mesh)
-        else:
-            self.module = self._shard(_on_device(model, self.device), self.compute_dtype, mesh)
+        self.module = self._sharded(model)
         self.optimizer = optimizer([p for p in self.module.parameters() if p.requires_grad]) if optimizer else None
         if optimizer:
             check_uniform_dtypes(self.module)
             reduce_unused_experts(self.module)
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
-        self.keep_gradients = keep_gradients
-        self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
         self._set_up_offloading(self._sharded_weights, self._optimizer_state, enabled=offload_between_phases)
 
-    @needs_weights
+    # --- training and scoring
+
+    @with_weights_on_device
     def train_batch(
         self,
         batch: Batch,
@@ -215,8 +221,7 @@ class Fsdp2Engine(OffloadingEngine):
         """
         if self.optimizer is None:
             raise ValueError("optimizer: expected one for train_batch, got None")
-        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
-        batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
+        self._count_totals(batch)
         count_pass(self, batch, backward=True)
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -227,15 +232,12 @@ class Fsdp2Engine(OffloadingEngine):
             loss, micro_batch_metrics = compute_loss(loss_fn, out, micro_batch.to(self.device))
             loss.backward()
             metrics.append(micro_batch_metrics)
-        self._drop_untrained_gradients()
-        if self.replicated:
-            all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
-        grad_norm = self._clip().item()
+        self._complete_gradients()
+        grad_norm = self._clip_gradients().item()
         lr = self.optimizer.param_groups[0]["lr"]
         is_finite = grad_norm < float("inf")
         if is_finite and batch.total_tokens:
-            with self._offloaded_state.on_device():
-                self._mark_changed()
+            with self._changing_weights():
                 self.optimizer.step()
         if not self.keep_gradients:
             self.optimizer.zero_grad(set_to_none=True)
@@ -244,7 +246,7 @@ class Fsdp2Engine(OffloadingEngine):
         reduced = reduce_metrics(sum_metrics(metrics), self.data_parallel_group)
         return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
 
-    @needs_weights
+    @with_weights_on_device
     @torch.no_grad()
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
@@ -262,7 +264,13 @@ class Fsdp2Engine(OffloadingEngine):
         self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
         return {name: result.cpu() for name, result in results.items()}
 
+    def _count_totals(self, batch: Batch) -> None:
+        """Set `batch.total_tokens` and `batch.total_sequences` to the sums over data-parallel ranks."""
+        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
+        batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
+
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
+        """The rows of each micro-batch, and a dummy sequence if this rank needs one to join every collective."""
         if self.model_parallel_group is not None:
             check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
         if self.router_replay and "routed_experts" in batch.fields:
@@ -309,14 +317,16 @@ class Fsdp2Engine(OffloadingEngine):
         logits = model_logits(self.module, inputs)
         return outputs_from_logits(logits, inputs.targets, outputs, functions, **options)
 
-    def _drop_untrained_gradients(self) -> None:
-        """Drop gradients of weights that the optimizer does not have: it would neither use them nor drop them."""
+    def _complete_gradients(self) -> None:
+        """Sum gradients over tensor-parallel ranks where FSDP does not, and drop those that the optimizer ignores."""
         trained = {p for group in self.optimizer.param_groups for p in group["params"]} if self.optimizer else set()
         for parameter in self.module.parameters():
             if parameter not in trained:
-                parameter.grad = None
+                parameter.grad = None  # otherwise it would count in the norm, and add up over steps
+        if self.replicated:
+            all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
 
-    def _clip(self) -> Tensor:
+    def _clip_gradients(self) -> Tensor:
         """Scale gradients down to `max_grad_norm`; returns the norm before that."""
         return clip_grad_norm(self.module.parameters(), self.max_grad_norm)
 
@@ -360,7 +370,7 @@ class Fsdp2Engine(OffloadingEngine):
 
         return self._infer_packed(batch, hidden)["hidden"]
 
-    @needs_weights
+    @with_weights_on_device
     @torch.no_grad()
     def output_layer(self) -> Callable[[Tensor], Tensor]:
         """A function from `hidden_states` [n, H] to logits [n, V], -inf at suppressed tokens; on all ranks together.
@@ -385,7 +395,7 @@ class Fsdp2Engine(OffloadingEngine):
         if why := head_obstacle(self.base.config, self._head):
             raise ValueError(f"model: expected logits that are the output layer's, got {family}: {why}")
 
-    @needs_weights
+    @with_weights_on_device
     @torch.no_grad()
     def _infer_packed(self, batch: Batch, compute: Callable[[ModelInputs], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Results [N, ...] on the host, for the N tokens of this rank's mask; 0 for a token without one before it.
@@ -442,12 +452,7 @@ class Fsdp2Engine(OffloadingEngine):
             raise ValueError(
                 "get_adapter: expected a model with adapters, got none; get_per_tensor_param returns its weights"
             )
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and ".lora_" not in name:
-                raise ValueError(
-                    f"get_adapter: expected adapters to be all that is trained, got {name}, too; get_per_tensor_param "
-                    "returns all weights, with the adapters merged"
-                )
+        check_only_adapters_train(self.module)
 
         def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             return full_tensors(tensors if dtype is None else [x.to(dtype) for x in tensors])
@@ -477,17 +482,8 @@ class Fsdp2Engine(OffloadingEngine):
     def gathered(self) -> Iterator[Any]:
         """Yield the module with full weights on every rank, so that sampling gathers them only once."""
         self._check_exact_weights("gathered")
-        units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-        with self._offloaded_weights.on_device():
-            for unit in units:
-                unit.set_reshard_after_forward(False, recurse=False)
-                unit.unshard()
-            try:
-                yield self.module
-            finally:
-                for unit in units:
-                    unit.set_reshard_after_forward(unit is not self.module, recurse=False)
-                    unit.reshard()
+        with self._offloaded_weights.on_device(), gathered_weights(self.module):
+            yield self.module
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """The model without its LoRA adapters: the reference policy, without more memory."""
@@ -495,19 +491,8 @@ class Fsdp2Engine(OffloadingEngine):
             raise ValueError(
                 "disable_adapter: expected a model with adapters, got none; use a second engine as the reference"
             )
-        return self._without_adapters()
-
-    @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
         self._reshard()
-        trains = {parameter: parameter.requires_grad for parameter in self.module.parameters()}
-        try:
-            with self.module.disable_adapter():  # peft freezes the adapters here
-                # FSDP's first forward looks up which weights are trained, so they must not be frozen in it
-                _set_requires_grad(trains)
-                yield
-        finally:
-            _set_requires_grad(trains)  # peft makes all adapters trainable, also frozen ones
+        return without_adapters(self.module)
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
@@ -515,7 +500,7 @@ class Fsdp2Engine(OffloadingEngine):
 
     # --- checkpoints and exports
 
-    @needs_weights
+    @with_weights_on_device
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Save sharded trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
 
@@ -526,49 +511,19 @@ class Fsdp2Engine(OffloadingEngine):
         self._check_exact_weights("save_checkpoint")
         self._reshard()
         with self._offloaded_state.on_device():
-            is_new = self.optimizer is not None and not self.optimizer.state
-            state = self._state()
-            if self.optimizer is not None and is_new:  # torch has made moments by a step with zero gradients
-                self.optimizer.state.clear()
-                state["optimizer"]["state"] = {}
+            state = training_state(self.module, self.optimizer, self.scheduler, self.device)
             checkpoint.save(path, state, {"extra": dict(extra or {})})
 
-    @needs_weights
+    @with_weights_on_device
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint that was saved at any world size; returns its `extra`.
 
         Raises:
             ValueError: names a file that is missing or cut short, or says that the checkpoint is of another model.
         """
-        saved = checkpoint.read_manifest(path)
         self._reshard()
-        with self._offloaded_state.on_device():
-            state = self._state()
-            saved_names = checkpoint.tensor_names(path)
-            checkpoint.check_parameter_names(path, saved_names, state["model"])
-            state = {name: x for name, x in state.items() if name in {"model", "optimizer", *saved_names}}
-            checkpoint.leave_out_unsaved_moments(state["optimizer"], saved_names)
-            self._mark_changed()
-            checkpoint.load(path, state)
-            set_state_dict(
-                self.module,
-                [] if self.optimizer is None else [self.optimizer],
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=StateDictOptions(strict=False),
-            )
-        checkpoint.set_scheduler_state(state, saved, self.scheduler)
-        checkpoint.set_random_states(state, self.device)
-        return saved["extra"]
-
-    def _state(self) -> dict[str, Any]:
-        optimizers = [] if self.optimizer is None else [self.optimizer]
-        model, optim = get_state_dict(self.module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if not parameter.requires_grad:
-                model.pop(name, None)  # a frozen output layer that is tied to the embedding
-        state = {"model": model, "optimizer": optim, **checkpoint.scheduler_state(self.scheduler)}
-        return state | checkpoint.random_states(self.device)
+        with self._changing_weights():
+            return load_training_state(path, self.module, self.optimizer, self.scheduler, self.device)
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
@@ -608,9 +563,7 @@ class Fsdp2Engine(OffloadingEngine):
 
     def _reshard(self) -> None:
         """Shard all parameters, to read or write them: FSDP2 leaves those of the root unit gathered after a forward."""
-        for unit in self.module.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+        reshard(self.module)
 
     # --- set-up
 
@@ -631,6 +584,7 @@ class Fsdp2Engine(OffloadingEngine):
             self.ulysses = apply_ulysses(self.base, ulysses_size, self.device, packed=self.use_remove_padding)
             self.data_parallel_group = self.ulysses.data_parallel_group
         self.mesh = make_device_mesh(self.device, fsdp_size, tensor)
+        self.fsdp_mesh = self.mesh["dp_replicate", "dp_shard"] if fsdp_size else self.mesh["dp_shard"]
         if tensor > 1:
             if self.has_adapters or self.ulysses is not None:
                 raise ValueError(f"tensor: expected 1 with adapters and with Ulysses, got {tensor}")
@@ -656,72 +610,38 @@ class Fsdp2Engine(OffloadingEngine):
             for layer in unsplit_modules(self.base):
                 layer.compile(dynamic=True)  # the number of tokens differs in every micro-batch
 
-    def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-        """A float32 model of which a single rank has every weight is returned as it is, if it computes in float32, too.
+    def _sharded(self, model: Any) -> Any:
+        """The model with this rank's shards of the weights, on the device."""
+        if has_meta_weights(model):
+            return self._shard_and_read(model)
+        return self._shard(_on_device(model, self.device))
 
-        FSDP would change nothing there, and takes a tenth of a short step. In other dtypes it is needed, as it also
-        casts the inputs of each layer (`apply_fsdp2`): otherwise a reference with weights in bfloat16 would have other
-        results than a policy in float32, in families that compute in float32 between layers, such as Qwen2.5-VL,
-        ERNIE 4.5 and OLMo. Llama 4 would refuse float32 pixels.
+    def _shard(self, model: Any) -> Any:
+        """Apply `fully_shard` to each layer and to the rest of the model.
+
+        On a single rank, a float32 model that computes in float32 is returned as it is: FSDP would change nothing, and
+        take a tenth of a short step. In other dtypes FSDP is needed, since it also casts the inputs of each layer.
+        Without it, a reference with weights in bfloat16 would have other results than a policy in float32, in families
+        that compute in float32 between layers (Qwen2.5-VL, ERNIE 4.5, OLMo), and Llama 4 would refuse float32 pixels.
         """
-        if is_whole(model, mesh) and {dtype, *(p.dtype for p in model.parameters())} == {torch.float32}:
+        dtypes = {self.compute_dtype, *(p.dtype for p in model.parameters())}
+        if is_whole(model, self.fsdp_mesh) and dtypes == {torch.float32}:
             return model
-        units = fsdp_units(model, self.base, dtype)
+        units = fsdp_units(model, self.base, self.compute_dtype)
         if self.only_scores:
-            cast_to_units(model, units, dtype)
-        return apply_fsdp2(model, units, dtype, mesh)
+            cast_to_units(model, units, self.compute_dtype)
+        return apply_fsdp2(model, units, self.compute_dtype, self.fsdp_mesh)
 
-    def _shard_and_read(self, model: Any, mesh: DeviceMesh) -> Any:
+    def _shard_and_read(self, model: Any) -> Any:
         """Shard a model on the meta device, and read this rank's part of its weights."""
-        module = self._shard(model, self.compute_dtype, mesh)
+        module = self._shard(model)
         load_sharded_weights(self.base, self.device)
         return _on_device(module, self.device)  # buffers, adapters and a value head
-
-
-class Fsdp2ValueEngine(Fsdp2Engine):
-    """Trains and scores a value or reward model, see rlkit.engines.value_head.
-
-    `values[b, t]` is the value of the prefix before `tokens[b, t]`. The arguments are those of `Fsdp2Engine`;
-    `temperature`, `suppressed_token_ids` and `use_fused_kernels` have no effect. The head works in float32 whatever
-    `compute_dtype` is: bfloat16 would round a return of 100 to a multiple of 0.5.
-    """
-
-    known_outputs = ("values",)
-
-    def train_batch(
-        self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",), **options: Any
-    ) -> dict[str, float]:
-        """`Fsdp2Engine.train_batch` with values as outputs; there are no logits, so no `logit_functions`."""
-        return super().train_batch(batch, loss_fn, outputs, **options)
-
-    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("values",)) -> dict[str, Tensor]:
-        """`Fsdp2Engine.infer_batch` with values as outputs."""
-        return super().infer_batch(batch, outputs)
-
-    def _check_head(self, *, trains: bool) -> None:
-        if not has_value_head(self.base):
-            raise ValueError(
-                "model: expected a value head, got none; use rlkit.engines.value_head.with_value_head(model)"
-            )
-        if trains:
-            check_head_trains(self.base)
-
-    def _results(
-        self, batch: Batch, inputs: ModelInputs, outputs: Sequence[str], logit_functions: Mapping[str, LogitFunction]
-    ) -> dict[str, Tensor]:
-        if logit_functions:
-            raise ValueError(f"logit_functions: expected none for a value head, got {', '.join(logit_functions)}")
-        return {"values": model_logits(self.module, inputs)[:, 0]}
 
 
 def _shard_like(full: Tensor, parameter: Tensor) -> Tensor:
     """`shard_like`, on the parameter's device, which is not the mesh's after `engine.to("cpu")`."""
     return shard_like(full, parameter).to(parameter.device)
-
-
-def _set_requires_grad(trains: Mapping[nn.Parameter, bool]) -> None:
-    for parameter, train in trains.items():
-        parameter.requires_grad_(train)
 
 
 def _on_device(model: Any, device: torch.device) -> Any:

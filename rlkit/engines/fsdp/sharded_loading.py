@@ -174,7 +174,7 @@ def _converts_slices(converter: Any) -> bool:
     return isinstance(first, MergeModulelist) or (isinstance(first, Transpose) and 0 not in (first.dim0, first.dim1))
 
 
-def made_of_full_tensors(model: Any) -> set[str]:
+def fully_read_parameters(model: Any) -> set[str]:
     """Names of the weights that each rank makes of full tensors before it keeps its shard, for published files.
 
     Args:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,13 +73,13 @@ def cast_to_units(model: nn.Module, units: Mapping[nn.Module, torch.dtype], dtyp
         units: from `fsdp_units`.
         dtype: of the rest.
     """
-    of_units = {p: unit_dtype for module, unit_dtype in units.items() for p in module.parameters()}
+    unit_dtypes = {p: unit_dtype for module, unit_dtype in units.items() for p in module.parameters()}
     uses: dict[nn.Parameter, list[tuple[nn.Module, str, torch.dtype]]] = {}  # several of a tied parameter
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            if p.is_floating_point() and p.dtype.itemsize > (unit_dtype := of_units.get(p, dtype)).itemsize:
+            if p.is_floating_point() and p.dtype.itemsize > (unit_dtype := unit_dtypes.get(p, dtype)).itemsize:
                 uses.setdefault(p, []).append((module, name, unit_dtype))
-    del of_units
+    del unit_dtypes
     while uses:
         p, users = uses.popitem()
         cast = nn.Parameter(p.detach().to(users[0][2]), p.requires_grad)
@@ -112,11 +113,36 @@ def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch
     for module, unit_dtype in [*units.items(), (model, dtype)]:
         policy = MixedPrecisionPolicy(param_dtype=unit_dtype, reduce_dtype=torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=left_alone)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def reshard(module: nn.Module) -> None:
+    """Shard all parameters that are gathered."""
+    for unit in _units(module):
+        unit.reshard()
+
+
+@contextmanager
+def gathered_weights(module: nn.Module) -> Iterator[None]:
+    """A context in which every rank has the full weights, also after a forward."""
+    units = _units(module)
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(unit is not module, recurse=False)
+            unit.reshard()
+
+
+def _units(module: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was applied to, outer ones before inner ones; none on an unwrapped model."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
 def reduce_unused_experts(module: nn.Module) -> None:
@@ -131,7 +157,7 @@ def reduce_unused_experts(module: nn.Module) -> None:
     Raises:
         ValueError: an older torch, which cannot do so.
     """
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]  # outer ones come before inner ones
+    units = _units(module)
     owner = {part: unit for unit in units for part in unit.modules()}
     for name, part in module.named_modules():
         is_list_of_experts = name.rpartition(".")[2] == "experts" and isinstance(part, nn.ModuleList | nn.ModuleDict)
@@ -155,7 +181,7 @@ def check_uniform_dtypes(module: nn.Module) -> None:
     Raises:
         ValueError: `from_pretrained` keeps some weights of a family in float32, such as ERNIE's routers.
     """
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]  # outer ones come before inner ones
+    units = _units(module)
     owner = {parameter: unit for unit in units for parameter in unit.parameters()}
     trained: dict[FSDPModule, dict[str, torch.dtype]] = {unit: {} for unit in units}
     for name, parameter in module.named_parameters():

@@ -81,7 +81,7 @@ from rlkit.engines.megatron.weights import (
     map_parameters,
     tensors_of_stages,
 )
-from rlkit.engines.offload import OffloadingEngine, needs_weights, without_memory_of
+from rlkit.engines.offload import OffloadingEngine, with_weights_on_device, without_memory_of
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.sampled_copy import sampled_copy
@@ -255,7 +255,7 @@ class MegatronEngine(OffloadingEngine):
 
     # --- training and scoring
 
-    @needs_weights
+    @with_weights_on_device
     def train_batch(
         self,
         batch: Batch,
@@ -286,8 +286,7 @@ class MegatronEngine(OffloadingEngine):
             is_finite = grad_norm < float("inf")
             lr = self.optimizer.param_groups[0]["lr"]
             if is_finite and batch.total_tokens:
-                with self._offloaded_state.on_device():
-                    self._mark_changed()
+                with self._changing_weights():
                     self.distributed_optimizer.step_with_ready_grads()
             self._free_gradients()
         if self.scheduler is not None:
@@ -302,7 +301,7 @@ class MegatronEngine(OffloadingEngine):
             self.optimizer.zero_grad()
             self.module.offload_grad_buffers(empty_cache=False)
 
-    @needs_weights
+    @with_weights_on_device
     @torch.no_grad()
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
@@ -407,11 +406,11 @@ class MegatronEngine(OffloadingEngine):
         hidden = selected[: len(tokens)]
         results = {}
         for name, function in functions.items():
-            of_slice = partial(_apply_to_full_logits, function, self.suppressed_token_ids)
-            results[name] = apply_to_hidden_states(of_slice, hidden, self._head_weight(), packed)
+            apply_to_slice = partial(_apply_to_full_logits, function, self.suppressed_token_ids)
+            results[name] = apply_to_hidden_states(apply_to_slice, hidden, self._head_weight(), packed)
         return results
 
-    @needs_weights
+    @with_weights_on_device
     @torch.no_grad()
     def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
         """The K likeliest tokens in place of each token of the mask; see `Fsdp2Engine.topk_logprobs`."""
@@ -498,7 +497,7 @@ class MegatronEngine(OffloadingEngine):
         """Write a Hugging Face model directory, see `rlkit.engines.export.export_hf`."""
         export_hf(path, self.hf_model, self.get_per_tensor_param(0), self.processor, dtype)
 
-    @needs_weights
+    @with_weights_on_device
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Save trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
 
@@ -516,7 +515,7 @@ class MegatronEngine(OffloadingEngine):
         state |= checkpoint.scheduler_state(self.scheduler) | checkpoint.random_states(self.device)
         checkpoint.save(path, state, {"extra": dict(extra or {})})
 
-    @needs_weights
+    @with_weights_on_device
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, see `save_checkpoint`; returns its `extra`.
 
@@ -532,8 +531,7 @@ class MegatronEngine(OffloadingEngine):
             trained = [one for one in self.parameters if one.parameter.requires_grad]
             state["optimizer"] = {"param_groups": param_groups(trained, optimizer, self.groups)}
         checkpoint.load(path, state)
-        with self._offloaded_state.on_device():
-            self._mark_changed()
+        with self._changing_weights():
             load_tensors(reader, self.parameters, optimizer, self.megatron_config, self.hf_shapes)
         if optimizer is not None:
             load_param_groups(optimizer, state["optimizer"]["param_groups"])
