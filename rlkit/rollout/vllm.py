@@ -44,6 +44,7 @@ from rlkit.rollout.vllm_prepared import (
     takes_prepared,
 )
 from rlkit.rollout.vllm_requests import (
+    RUNNER_VARIABLE,
     as_trainer_tokens,
     check_image_attention,
     check_kimi_videos,
@@ -119,6 +120,9 @@ class VllmRollout:
             raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
         check_windows_work(config, max_model_len)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if self.on_gpu and config.model_type and os.environ.get(RUNNER_VARIABLE) != "0":  # before minutes of starting
+            check_suppressed_token_ids(suppressed_token_ids(thinker_config(config), tokenizer).tolist())
         of_family = family_options(model, config)
         if self.on_gpu:
             dtype, options = dtype or "bfloat16", with_family_options(of_family, options)
@@ -145,9 +149,9 @@ class VllmRollout:
         )
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
         self.config = config = thinker_config(self.llm.model_config.hf_config)
-        tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
-        check_suppressed_token_ids(self.suppressed_token_ids)
+        if self.llm.llm_engine.vllm_config.use_v2_model_runner:
+            check_suppressed_token_ids(self.suppressed_token_ids)
         started = self.llm.model_config
         self.end_token_ids = end_token_ids(tokenizer, started.try_get_generation_config().get("eos_token_id"))
         self.max_model_len = started.max_model_len
