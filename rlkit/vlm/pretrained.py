@@ -123,7 +123,8 @@ def convert_gguf(file: Path, directory: Path) -> None:
     # transformers cannot save a model that was read from GGUF, so its weights are copied into a new model
     model = type(read).from_pretrained(None, config=config, state_dict=read.state_dict(), dtype=torch.bfloat16)
     model.generation_config = read.generation_config
-    model.generation_config.eos_token_id = _end_token_ids(reader) or model.generation_config.eos_token_id
+    if len(ends := _end_token_ids(reader)) > 1:
+        model.generation_config.eos_token_id = ends
     part = directory.with_name(f"{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # left by an interrupted conversion
     model.save_pretrained(part)

@@ -99,7 +99,7 @@ def test_the_weights_are_those_of_the_file(tmp_path, kind, capsys):
     file = tmp_path / "llama.gguf"
     weights = write_gguf(file, quantized=kind and gguf.GGMLQuantizationType[kind])
     model = load_model(str(file))
-    assert model.config.tie_word_embeddings and model.generation_config.eos_token_id == [2]
+    assert model.config.tie_word_embeddings and model.generation_config.eos_token_id == 2
     for name, own in {
         "token_embd": "embed_tokens",
         "blk.0.attn_v": "layers.0.self_attn.v_proj",
