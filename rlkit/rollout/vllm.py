@@ -44,6 +44,7 @@ from rlkit.rollout.vllm_prepared import (
     takes_prepared,
 )
 from rlkit.rollout.vllm_requests import (
+    RUNNER_VARIABLE,
     as_trainer_tokens,
     check_image_attention,
     check_kimi_videos,
@@ -110,15 +111,13 @@ class VllmRollout:
                 f"tensor_parallel_size: expected a divisor of {world_size} ranks, got {tensor_parallel_size}"
             )
         self.group = _tensor_parallel_group(tensor_parallel_size) if tensor_parallel_size > 1 else None
-        if options.get("enable_return_routed_experts") and not self.on_gpu:
-            raise ValueError(
-                "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
-            )
-        dtype = None if dtype == "auto" else dtype
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
+        dtype = _checked_dtype(dtype)
+        _check_routing(options, on_gpu=self.on_gpu)
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
         check_windows_work(config, max_model_len)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if self.on_gpu and config.model_type and os.environ.get(RUNNER_VARIABLE) != "0":  # before minutes of starting
+            check_suppressed_token_ids(suppressed_token_ids(thinker_config(config), tokenizer).tolist())
         needed = family_options(model, config)
         if self.on_gpu:
             dtype, options = dtype or "bfloat16", with_family_options(needed, options)
@@ -145,9 +144,9 @@ class VllmRollout:
         )
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
         self.config = config = thinker_config(self.llm.model_config.hf_config)
-        tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
-        check_suppressed_token_ids(self.suppressed_token_ids)
+        if self.llm.llm_engine.vllm_config.use_v2_model_runner:
+            check_suppressed_token_ids(self.suppressed_token_ids)
         started = self.llm.model_config
         self.end_token_ids = end_token_ids(tokenizer, started.try_get_generation_config().get("eos_token_id"))
         self.max_model_len = started.max_model_len
@@ -409,6 +408,20 @@ def import_vllm() -> Any:
 def is_supported(version: str) -> bool:
     """Whether this is a version of vLLM that rlkit is tested with."""
     return SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]
+
+
+def _checked_dtype(dtype: str | None) -> str | None:
+    """The dtype that is asked for; None for vLLM's "auto"."""
+    if dtype not in (None, "auto", *DTYPES):
+        raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return None if dtype == "auto" else dtype
+
+
+def _check_routing(options: Mapping[str, Any], *, on_gpu: bool) -> None:
+    if options.get("enable_return_routed_experts") and not on_gpu:
+        raise ValueError(
+            "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
+        )
 
 
 def _start_measured_engine(**options: Any) -> tuple[Any, int]:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -118,7 +119,10 @@ def test_a_server_tells_its_settings():
     model, device = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(device_type="cuda")
     app = Starlette()
     app.state.vllm_config = SimpleNamespace(
-        model_config=model, device_config=device, scheduler_config=SimpleNamespace(max_num_seqs=64)
+        model_config=model,
+        device_config=device,
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+        use_v2_model_runner=True,
     )
     app.add_middleware(WeightDtypeMiddleware)
     sent = []
@@ -130,7 +134,8 @@ def test_a_server_tells_its_settings():
         await app({"type": "http", "method": "GET", "path": WEIGHT_DTYPE_ROUTE, "headers": []}, None, send)
 
     asyncio.run(ask())
-    assert json.loads(sent[-1]["body"]) == {"dtype": "bfloat16", "device": "cuda", "max_num_seqs": 64}
+    settings = {"dtype": "bfloat16", "device": "cuda", "max_num_seqs": 64, "v2_model_runner": True}
+    assert json.loads(sent[-1]["body"]) == settings
 
 
 def test_the_context_of_each_server_is_known(connect):
@@ -711,6 +716,22 @@ def test_bad_servers_are_named(connect):
             connect(server)
 
 
+def test_a_connection_that_takes_too_long_is_named(monkeypatch):
+    """The queue of a socket that nothing accepts from is full, so Linux answers no further connection."""
+    monkeypatch.setattr("rlkit.rollout.servers.pool.CONNECT_SECONDS", 0.3)
+    with ExitStack() as sockets:
+        listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        pool = ServerPool(url)
+        with pytest.raises(ServerUnavailable, match=f"^{url}/health: expected a connection within 0.3 s, got none$"):
+            pool.run(pool.request(pool.servers[0], "GET", "/health"))
+        pool.close()
+
+
 def test_bad_input_is_named(connect, monkeypatch):
     with VllmStandin() as a:
         rollout = connect(a)
@@ -727,6 +748,11 @@ def test_bad_input_is_named(connect, monkeypatch):
         with pytest.raises(
             ValueError, match="model: expected at most 1024 suppressed tokens.*, got 1025 .* vocabulary larger"
         ):
+            connect(a)
+        a.dtype = "float32"  # vLLM's runner V1 takes any number
+        connect(a).close()
+        a.v2_model_runner = True
+        with pytest.raises(ValueError, match="got 1025 .*: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment of vLLM"):
             connect(a)
         with pytest.raises(ValueError, match="transfer: expected one of nccl, gloo, got 'ucx'"):
             connect(a, transfer="ucx")

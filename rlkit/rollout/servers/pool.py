@@ -28,6 +28,7 @@ Json = Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 RETRYABLE_STATUS = (408, 425, 429, 500, 502, 503, 504)
+CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.05  # interval for polling the load of other ranks, while all servers are full
 KEEPALIVE_SECONDS = 2.0  # servers close idle connections after 5 s; a request at that moment would be lost
 
@@ -52,6 +53,7 @@ class Server:
         dtype: name of the dtype that the server computes in; None if it does not say.
         device: type of the device that it computes on, "cpu" or "cuda"; None if it does not say.
         max_num_seqs: the most samples that it takes in one request; None if it does not say.
+        v2_model_runner: whether it has vLLM's runner V2, which limits logit biases; True if it does not say.
         returns_routed_experts: whether the server can return the experts that its routers chose.
     """
 
@@ -62,6 +64,7 @@ class Server:
     dtype: str | None = None
     device: str | None = None
     max_num_seqs: int | None = None
+    v2_model_runner: bool = True
     returns_routed_experts: bool = False
 
 
@@ -112,9 +115,9 @@ class ServerPool:
         first = rank * len(self.servers) // ranks
         self.in_turn = self.servers[first:] + self.servers[:first]
         self.load = SharedLoad(names, store)
-        self._loop, thread = start_event_loop("rlkit-servers")
+        self._loop, self.thread = start_event_loop("rlkit-servers")
         self._sequences_finished, self._session = self.run(self._open_session())
-        self.close = weakref.finalize(self, _close, self._loop, thread, self._session)
+        self.close = weakref.finalize(self, _close, self._loop, self.thread, self._session)
 
     @staticmethod
     async def _open_session() -> tuple[asyncio.Condition, Any]:
@@ -162,7 +165,8 @@ class ServerPool:
         """
         import aiohttp
 
-        limits = aiohttp.ClientTimeout(total=self.timeout if timeout is None else timeout, sock_connect=10)
+        seconds = self.timeout if timeout is None else timeout
+        limits = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         content: dict[str, Any] = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         if token := server_token(server.url):
             content["headers"] = {"Authorization": f"Bearer {token}"}
@@ -174,9 +178,13 @@ class ServerPool:
                     error = f"{server.url}{path}: expected status 200, got {response.status}: {message}"
                     raise (ServerUnavailable if response.status in RETRYABLE_STATUS else RequestRejected)(error)
                 return await (response.json() if response.content_type == "application/json" else response.text())
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ServerUnavailable(
+                f"{server.url}{path}: expected a connection within {CONNECT_SECONDS:g} s, got none"
+            ) from error
         except TimeoutError as error:
             raise ServerUnavailable(
-                f"{server.url}{path}: expected a response within {limits.total:g} s, got none"
+                f"{server.url}{path}: expected a response within {seconds:g} s, got none"
             ) from error
         except RequestRejected:
             raise
