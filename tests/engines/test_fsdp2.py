@@ -366,6 +366,19 @@ def test_frozen_vision_tower_has_no_gradient_and_does_not_change(tiny_dir, proce
         assert torch.equal(tensor, before[name]) == (".visual." in name), name
 
 
+def test_frozen_layers_of_the_language_model_are_units(tiny_dir, processor):
+    """A rank that trains the projector alone never gathers all of them. Frozen layers of the tower are not: some ranks
+    may have no images."""
+    model = load_model(tiny_dir)
+    freeze(model, r"language_model|lm_head|visual\.blocks")
+    engine = engine_for(tiny_dir, model=model, compute_dtype=torch.bfloat16)
+    units = [name for name, module in engine.module.named_modules() if isinstance(module, FSDPModule)]
+    layers = len(model.model.language_model.layers)
+    assert units == ["", *(f"model.language_model.layers.{i}" for i in range(layers))]
+    assert engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))["grad_norm"] > 0
+    assert all(".merger." in name or ".patch_embed." in name for name in gradients(engine))
+
+
 def test_lora_trains_adapters_alone_and_merges(tiny_dir, processor):
     model = lora(load_model(tiny_dir), 4, 8)
     engine = engine_for(tiny_dir, model=model)
