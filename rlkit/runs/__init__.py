@@ -35,6 +35,7 @@ from rlkit.runs.models import (
     build_scorer,
     build_value_engine,
     check_rollout_takes_adapters,
+    check_same_tokens,
     find_model,
 )
 from rlkit.runs.options import (
@@ -91,6 +92,7 @@ __all__ = [
     "chat_encoder",
     "check_range",
     "check_rollout_takes_adapters",
+    "check_same_tokens",
     "context_length",
     "engine_flops",
     "evaluate_at_start",
