@@ -164,6 +164,8 @@ def update_policy(batch, cfg: Config, step: int, engine):
 
 def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
     model, lr = cfg.critic_model or path, cfg.critic_lr
+    if cfg.critic_model:
+        runs.check_same_tokens(cfg, "critic_model", model, processor)
     return runs.build_value_engine(cfg, model, processor, optimizer_steps=optimizer_steps, lr=lr)
 
 

@@ -102,7 +102,7 @@ def engine_of_run(cfg: Any, path: str, checkpoint: Path) -> Any:
     has_head = holds_value_head(checkpoint, load_value_model(path, on_meta=True, **options))
     load, kind = (load_value_model, "value_model") if has_head else (load_model, "language_model")
     model = trained_part(cfg, load(path, **options), head=has_head)
-    return make_engine("fsdp2", kind, model=model, processor=processor_of(cfg, path))
+    return make_engine("fsdp2", kind, model=model, processor=processor_of(cfg, path), device="cpu")
 
 
 def holds_value_head(checkpoint: Path, model: Any) -> bool:

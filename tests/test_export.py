@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent / "recipes"))
 
 from helpers import run_here  # noqa: E402
 
+import rlkit.export  # noqa: E402
 from rlkit.export import export_checkpoint, main  # noqa: E402
 
 SHORT = ["--task", "helpers:few_digits", "--max_new_tokens", 0, "--heldout_rows", 2]
@@ -39,6 +40,13 @@ def test_is_what_the_run_exports(sft):
     assert main([str(sft)]) is None
     assert same(weights(sft / "model_step_3"), weights(sft / "model"))
     assert (sft / "model_step_3/processor_config.json").exists()
+
+
+def test_the_model_stays_on_the_host_where_there_is_a_gpu(sft, tmp_path, monkeypatch):
+    devices, make = [], rlkit.export.make_engine
+    monkeypatch.setattr(rlkit.export, "make_engine", lambda *a, **k: devices.append(k.get("device")) or make(*a, **k))
+    export_checkpoint(sft, 1, tmp_path / "model")
+    assert devices == ["cpu"]
 
 
 def test_an_earlier_step(sft, tmp_path):

@@ -105,6 +105,7 @@ def no_png(monkeypatch):
 def test_report_is_one_self_contained_page(tmp_path):
     full_run(tmp_path)
     samples = [answer("seven", reward=1.0, finish_reason="length"), answer("7", reward=0.0), answer("?")]
+    samples = [replace(sample, group_id=i) for i, sample in enumerate(samples)]
     path = write_report(tmp_path, samples, title="A & B")
     assert path == tmp_path / "report.html"
     page = check_page(path)
@@ -124,6 +125,15 @@ def test_report_is_one_self_contained_page(tmp_path):
     assert sorted(found.name for found in tmp_path.iterdir()) == [
         CONFIG, EVAL, "images", "learning_curve.png", METRICS, "report.html", SAMPLES,
     ]  # fmt: skip
+
+
+def test_held_out_answers_of_the_last_step_are_shown_once(tmp_path, no_png):
+    """A run that --patience ends has evaluated its last step already."""
+    full_run(tmp_path)
+    samples = [answer(str(i), reward=0.0, group_id=i) for i in (3, 57, 120)]
+    kept.append_records(tmp_path, [prompt_record(tmp_path, [sample], "held-out", 5) for sample in samples[:2]])
+    (run,) = check_page(write_report(tmp_path, samples)).data["runs"]
+    assert [record["prompt"] for record in run["answers"]["prompts"]] == ["3", "57", "120"]
 
 
 def test_text_cannot_end_the_data(tmp_path, no_png):

@@ -92,7 +92,7 @@ def make_plan(
     rehearsal = (megatron.estimate if cfg.engine == "megatron" else rehearse)(cfg, roles, world, image_tokens)
     config = roles.policy or roles.critic
     resident = rehearsal.resident
-    rows = rehearsal.workload.rows
+    rows = rehearsal.workload.sampled_rows
     sampler = SamplerMemory(0, 0, rows, rows)
     phases = {"load": loading(cfg, rehearsal), **rehearsal.peaks}
     if roles.policy is not None and cfg.max_new_tokens:

@@ -66,7 +66,8 @@ def describe_rows(workload: Workload) -> str:
     """The rows of a rank, in words."""
     prompts = f"{_counted(workload.prompts, 'prompt')} of {_counted(workload.prompt, 'token')}"
     answers = f"{_counted(workload.group_size, 'answer')} of {_counted(workload.answer, 'token')} to each"
-    return f"{prompts} ({workload.image_tokens} of images), {answers}"
+    drawn = f", of {workload.sampled_prompts} drawn" if workload.more_prompts else ""
+    return f"{prompts} ({workload.image_tokens} of images){drawn}, {answers}"
 
 
 def _counted(number: int, noun: str) -> str:
@@ -159,7 +160,7 @@ def host_memory(cfg: Any, config: Any, plan: Plan, world: int, gpus_per_node: in
     if sends_adapters(cfg) and cfg.rollout == "vllm":
         offloaded["vLLM's base model, while it sleeps"] = ranks * plan.sampler.weights
     image, held_out = rehearsal.workload.image_bytes(config), -(-cfg.heldout_rows // rehearsal.data_parallel_size)
-    images = {"images of two steps": ranks * 2 * rehearsal.workload.prompts * image}
+    images = {"images of two steps": ranks * 2 * rehearsal.workload.sampled_prompts * image}
     images[f"images of {cfg.heldout_rows} held-out rows (--heldout_rows)"] = ranks * held_out * image
     images = {name: size for name, size in images.items() if size}
     return {LOADING: loading, "export, at most": min(FILE_BYTES, export), **offloaded, **images}

@@ -78,20 +78,20 @@ def sampler_memory(
         weights = size * rehearsal.parameters
         row = (workload.prompt + workload.answer) * cache_bytes_per_token(config, size)
         free = int((cfg.gpu_memory_utilization or DEFAULT_UTILIZATION) * gpu.memory) - resident - weights
-        sequences = max(1, min(workload.rows, 512, free // row))
-        return SamplerMemory(weights, sequences * row, sequences, workload.rows)
+        sequences = max(1, min(workload.sampled_rows, 512, free // row))
+        return SamplerMemory(weights, sequences * row, sequences, workload.sampled_rows)
     if cfg.rollout == "vllm":
         options: dict[str, Any] = {name: option_value(text) for name, text in cfg.rollout_options.items()}
         gpus = options.get("tensor_parallel_size", 1)
         if not isinstance(gpus, int) or gpus < 1 or world % gpus:
             raise ValueError(f"tensor_parallel_size: expected a divisor of {world} ranks, got {gpus}")
-        rows = -(-workload.rows * rehearsal.data_parallel_size * gpus // world)
+        rows = -(-workload.sampled_rows * rehearsal.data_parallel_size * gpus // world)
         most = int(100 * (USABLE * gpu.memory - resident) / gpu.memory) / 100
         share = options.get("gpu_memory_utilization") or cfg.gpu_memory_utilization or most
         return vllm_memory(options, config, workload, rehearsal.parameters, rows, gpu, share, utilization=most)
     if servers is not None:
         return server_memory(servers, config, rehearsal, gpu)
-    return SamplerMemory(0, 0, workload.rows, workload.rows)
+    return SamplerMemory(0, 0, workload.sampled_rows, workload.sampled_rows)
 
 
 def server_memory(servers: Servers, config: Any, rehearsal: Rehearsal, gpu: Gpu) -> SamplerMemory:
@@ -108,7 +108,7 @@ def server_memory(servers: Servers, config: Any, rehearsal: Rehearsal, gpu: Gpu)
     workload = rehearsal.workload
     tokens = default_tokens(gpu, server=True)
     options = {"tensor_parallel_size": servers.tensor_parallel, "max_num_batched_tokens": tokens}
-    rows = -(-workload.rows * rehearsal.data_parallel_size * servers.tensor_parallel // servers.gpus)
+    rows = -(-workload.sampled_rows * rehearsal.data_parallel_size * servers.tensor_parallel // servers.gpus)
     memory = vllm_memory(options, config, workload, rehearsal.parameters, rows, gpu, SERVER_SHARE)
     return replace(memory, servers=servers)
 

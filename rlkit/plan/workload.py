@@ -45,6 +45,7 @@ class Workload:
         prompts: number of prompts.
         group_size: answers to each prompt.
         rows_together: how many of these are always in one micro-batch: both of a pair, otherwise 1.
+        more_prompts: how many prompts are sampled besides, and not trained on.
     """
 
     prompt: int
@@ -53,11 +54,22 @@ class Workload:
     prompts: int
     group_size: int
     rows_together: int = 1
+    more_prompts: int = 0
 
     @property
     def rows(self) -> int:
         """Number of answers."""
         return self.prompts * self.group_size
+
+    @property
+    def sampled_prompts(self) -> int:
+        """Number of prompts whose answers are sampled."""
+        return self.prompts + self.more_prompts
+
+    @property
+    def sampled_rows(self) -> int:
+        """Number of answers that are sampled."""
+        return self.sampled_prompts * self.group_size
 
     def image_patches(self, config: Any) -> int:
         """Vision-tower patches of each prompt; 0 for a model family whose patch layout is not known here."""
@@ -109,7 +121,9 @@ def longest_batch(
         raise ValueError(f"image_tokens: expected less than the {length} tokens of a prompt, got {image_tokens}")
     even = image_tokens // 2 * 2  # the image is two tokens high
     prompts = -(-cfg.prompts_per_step // data_parallel_size)
-    return Workload(length, answer, even, prompts, getattr(cfg, "group_size", rows_together), rows_together)
+    drawn = -(-getattr(cfg, "prompts_per_draw", 0) // data_parallel_size)  # dapo.py trains on some of them
+    answers = getattr(cfg, "group_size", rows_together)
+    return Workload(length, answer, even, prompts, answers, rows_together, max(0, drawn - prompts))
 
 
 def with_limited_rows(cfg: Any, config: Any) -> Any:

@@ -25,8 +25,9 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
 
     Args:
         out: the run's directory.
-        samples: answers to held-out prompts, as rlkit.data.Sample with text, row, reward and images. They are appended
-            to samples.jsonl.
+        samples: answers to held-out prompts, as rlkit.data.Sample with text, row, reward, images and the `group_id` of
+            their prompt. They are appended to samples.jsonl, where they take the place of answers to these prompts at
+            the same step.
         title: title of the page; by default the directory's name.
 
     Returns:
@@ -35,6 +36,9 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
     out = Path(out)
     rows = read_metrics(out / METRICS)
     finished = rows[-1]["step"] + 1 if rows else 0
-    append_records(out, [{**prompt_record(out, [s], "held-out", finished), "prompt": i} for i, s in enumerate(samples)])
+    of_prompts: dict[int, list[Any]] = {}
+    for sample in samples:
+        of_prompts.setdefault(sample.group_id, []).append(sample)
+    append_records(out, [prompt_record(out, answers, "held-out", finished) for answers in of_prompts.values()])
     draw_learning_curve(out / "learning_curve.png", rows, read_object(out / EVAL))
     return write_page(out / "report.html", [out], title=title)

@@ -83,7 +83,7 @@ def _header(config: Mapping[str, Any], model: Mapping[str, Any], results: Sequen
     data = ModelCardData(
         base_model=hub_id(str(config.get("model", ""))),
         datasets=[hub] if (hub := hub_id(task)) else None,
-        library_name="transformers",
+        library_name="rlkit" if is_value_model(model) and not is_classifier(model) else "transformers",
         pipeline_tag=kind,
         tags=["rlkit"],
         model_name=f"rlkit-{name}",
@@ -99,9 +99,19 @@ def hub_id(name: str) -> str | None:
 
 def pipeline_tag(model: Mapping[str, Any]) -> str:
     """The hub's name of what a model does, from its config.json."""
-    if any("SequenceClassification" in name for name in model.get("architectures") or ()):
+    if is_value_model(model):
         return "text-classification"
     return "image-text-to-text" if "vision_config" in model else "text-generation"
+
+
+def is_value_model(model: Mapping[str, Any]) -> bool:
+    """Whether an exported model gives one number, as critics and reward models do, from its config.json."""
+    return bool(model.get("value_head")) or is_classifier(model)
+
+
+def is_classifier(model: Mapping[str, Any]) -> bool:
+    """Whether transformers reads it with `AutoModelForSequenceClassification`."""
+    return any("SequenceClassification" in name for name in model.get("architectures") or ())
 
 
 def _summary(config: Mapping[str, Any], step: Any, *, best: bool) -> str:
@@ -141,20 +151,19 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], step: Any, rows:
 def _usage(model: Mapping[str, Any], name: str) -> str:
     """Python code that loads the model, and the command that serves it."""
     kind = pipeline_tag(model)
-    processor = "AutoProcessor" if kind == "image-text-to-text" else "AutoTokenizer"
+    processor = "AutoProcessor" if "vision_config" in model else "AutoTokenizer"
     loader = {
         "image-text-to-text": "AutoModelForImageTextToText",
         "text-generation": "AutoModelForCausalLM",
         "text-classification": "AutoModelForSequenceClassification",
     }[kind]
-    code = [
-        f"from transformers import {loader}, {processor}",
-        "",
-        f'model = {loader}.from_pretrained("{name}")',
-        f'processor = {processor}.from_pretrained("{name}")',
-    ]
+    imports, load = [f"from transformers import {loader}, {processor}"], f"{loader}.from_pretrained"
+    if is_value_model(model) and not is_classifier(model):  # transformers has no class for it
+        imports = [f"from transformers import {processor}", "", "from rlkit.engines.value_head import load_value_model"]
+        load = "load_value_model"
+    code = [*imports, "", f'model = {load}("{name}")', f'processor = {processor}.from_pretrained("{name}")']
     text = "```python\n" + "\n".join(code) + "\n```"
-    return text if kind == "text-classification" else f"{text}\n\n```bash\nvllm serve {name}\n```"
+    return text if is_value_model(model) else f"{text}\n\n```bash\nvllm serve {name}\n```"
 
 
 def _options(config: Mapping[str, Any], version: str) -> str:

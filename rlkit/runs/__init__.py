@@ -37,6 +37,7 @@ from rlkit.runs.models import (
     build_scorer,
     build_value_engine,
     check_rollout_takes_adapters,
+    check_same_tokens,
     find_model,
 )
 from rlkit.runs.option_types import (
@@ -112,6 +113,7 @@ __all__ = [
     "chat_encoder",
     "check_range",
     "check_rollout_takes_adapters",
+    "check_same_tokens",
     "context_length",
     "evaluate_at_start",
     "evaluate_heldout",

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from rlkit.report.intervals import MEAN_SUFFIXES, NOT_MEASURED
+from rlkit.report.model_card import is_value_model
 from rlkit.runs.evaluation import with_intervals
 from rlkit.tracking import EVAL, METRICS, Run, read_metrics, read_object
 
@@ -35,9 +36,16 @@ def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
     lines += _before_and_after(evaluation)
     lines += _first_and_last(rows)
     lines += [(str(run.out / name), text) for name, text in FILES.items() if (run.out / name).exists()]
-    lines += [(str(run.out / name), "for transformers and vLLM: recipes/evaluate.py --model DIR") for name in exported]
+    lines += [(str(run.out / name), _use_of(read_object(run.out / name / "config.json"))) for name in exported]
     width = max(len(name) for name, _ in lines)
     return "\n".join(["", "results:", *(f"  {name:<{width}}  {text}" for name, text in lines)])
+
+
+def _use_of(model: Mapping[str, Any]) -> str:
+    """What an exported model is for, from its config.json."""
+    if is_value_model(model):
+        return "gives one number: rlkit.engines.value_head.load_value_model(DIR)"
+    return "for transformers and vLLM: recipes/evaluate.py --model DIR"
 
 
 def _before_and_after(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:

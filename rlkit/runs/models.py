@@ -92,6 +92,24 @@ def processor_of(cfg: Any, path: str) -> Any:
     return processor
 
 
+def check_same_tokens(cfg: Any, name: str, path: str, processor: Any) -> Any:
+    """The processor of a second model, a teacher or a critic, which reads the tokens of the policy.
+
+    Args:
+        name: of the option that names the model.
+        path: its directory or hub id.
+        processor: the policy's.
+
+    Raises:
+        ValueError: its tokenizer has other tokens.
+    """
+    other = load_processor(path, trust_remote_code=cfg.trust_remote_code)
+    vocabularies = [getattr(x, "tokenizer", x).get_vocab() for x in (other, processor)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ValueError(f"{name} {path!r}: expected the tokens of the trained model's tokenizer, got others")
+    return other
+
+
 def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
     """Token ids that end an answer, see `rlkit.rollout.sampling.model_end_token_ids`."""
     config = load_config(path, trust_remote_code=cfg.trust_remote_code)

@@ -34,7 +34,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         load: `load_task`, `load_chats`, `load_pairs` or `load_unpaired`.
 
     Raises:
-        ValueError: there is no such task, or an option does not fit it.
+        ValueError: there is no such task, it has no rows for a recipe that trains, or an option does not fit it.
     """
     named = getattr(cfg, "reward", "")
     options = {"reward": named} if named and load is load_task else {}  # also for a file of held-out rows
@@ -44,6 +44,11 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         task = replace(task, reward=reward_named(named))
     if cfg.heldout:
         task = with_heldout(task, cfg.heldout, load_any)
+    if hasattr(cfg, "steps") and not len(task.train):
+        without = f" beside --heldout {cfg.heldout}" if cfg.heldout else ""
+        raise ValueError(
+            f"task {name}: expected rows to train on, got none{without}; recipes/evaluate.py needs held-out rows alone"
+        )
     task = replace(task, heldout=_at_most(getattr(cfg, "heldout_rows", 0), task.heldout))
     if isinstance(cfg, RewardOptions):
         task = replace(task, reward=_scored_as_asked(cfg, task.reward))

@@ -7,10 +7,10 @@ from typing import Any
 
 from rlkit.rollout.servers.teacher import VllmTeacher
 from rlkit.rollout.vllm_families import check_windows_work
-from rlkit.runs.models import build_scorer
+from rlkit.runs.models import build_scorer, check_same_tokens
 from rlkit.runs.vllm_options import longest_row
 from rlkit.tracking import Run
-from rlkit.vlm import load_processor, model_or_tiny, suppressed_token_ids
+from rlkit.vlm import model_or_tiny, suppressed_token_ids
 from rlkit.vlm.loading import load_config
 from rlkit.vlm.long_rope import check_factors_of_samplers
 
@@ -38,10 +38,7 @@ def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], process
         )
     options = {"seed": cfg.seed + 1, "warm_up_steps": 300, "label_noise": 0.0}
     path = model_or_tiny(cfg.teacher, run.out / "teacher", rows, **options)
-    teacher_processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
-    vocabularies = [getattr(x, "tokenizer", x).get_vocab() for x in (teacher_processor, processor)]
-    if vocabularies[0] != vocabularies[1]:
-        raise ValueError(f"teacher {path!r}: expected the student's tokens, got others")
+    teacher_processor = check_same_tokens(cfg, "teacher", path, processor)
     if not cfg.teacher_servers:
         return build_scorer(cfg, path, processor, only_scores=True)
     config = load_config(path, trust_remote_code=cfg.trust_remote_code)

@@ -73,6 +73,7 @@ ALONE = {
     "row_by_row": Case("1 process, micro-batches of one row", "one_process", [ALL], budget=1),
     "micro_batches": Case("1 process, micro-batches of a few rows", "one_process", [ALL], budget=120),
     "frozen": Case("1 process", "frozen", [ALL], budget=120),
+    "projector": Case("1 process", "projector", [[0, 1, 2, 4, 5, 6]], budget=120),
     "lora": Case("1 process", "lora", [ALL], budget=120),
     "nf4": Case("1 process", "nf4", [ALL], budget=120),
     "value": Case("1 process", "value", [ALL], VALUE),
@@ -84,6 +85,7 @@ LAUNCHED = {"torchrun": Case("1 process", "one_process", [ALL])}
 TWO = {
     "data_2": Case("DP 2", "one_process", budget=120),
     "data_2_frozen": Case("DP 2", "frozen", budget=120),
+    "data_2_projector": Case("DP 2", "projector", [[0, 2, 5], [1, 4, 6]], budget=120),
     "data_2_lora": Case("DP 2", "lora", budget=120, offload=True),
     "data_2_nf4": Case("DP 2", "nf4", budget=120),
     "data_2_nf4_on_meta": Case("DP 2", "nf4", budget=120, on_meta=True, offload=True),
@@ -142,6 +144,8 @@ def run(model_dir, out, name):
     model = (load_value_model if is_value else load_model)(model_dir, on_meta=case.on_meta)
     if case.reference == "frozen":
         freeze(model, vision_tower_pattern(model))
+    if case.reference == "projector":
+        freeze(model, r"language_model|lm_head|visual\.blocks")
     if case.reference in ("lora", "nf4"):
         torch.manual_seed(0)
         model = lora(model, 4, 8)

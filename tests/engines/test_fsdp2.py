@@ -22,6 +22,7 @@ from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine, offload, register_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.fsdp.sharding import reduce_unused_experts
+from rlkit.engines.packing import attention
 from rlkit.engines.packing.attention import AttentionOptions, varlen_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
@@ -155,6 +156,33 @@ def test_same_prompt_with_another_image_is_not_shared(processor):
     one, other = (make_samples(processor, seed, answers=(1,), sizes=((56, 56),))[0] for seed in (0, 5))
     assert one.token_ids[:20] == other.token_ids[:20]
     assert shared_prompt_groups(collate([one, other])) == [[0], [1]]
+
+
+def on_cuda(head, dtype=torch.bfloat16):
+    return SimpleNamespace(is_cuda=True, shape=(2, 2, 9, head), dtype=dtype)
+
+
+def test_grouped_heads_on_a_gpu_are_repeated_where_sdpa_would_hold_all_scores(monkeypatch):
+    """The rule is that of transformers' own attention, and float32."""
+    keys, mask = on_cuda(64), torch.ones(9, 9, dtype=torch.bool)
+    assert not attention.math_kernel_for_groups(keys, keys, None) and attention.math_kernel_for_groups(keys, keys, mask)
+    for one, other in ((on_cuda(512), on_cuda(512)), (on_cuda(192), on_cuda(128)), [on_cuda(64, torch.float32)] * 2):
+        assert attention.math_kernel_for_groups(one, other, None)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 9, 8, generator=g) for heads in (4, 2, 2))
+    assert not attention.math_kernel_for_groups(k, v, mask)
+    options = AttentionOptions()
+    expected = [attention._attend(q, k, v, x, options) for x in (None, mask.tril())]
+    monkeypatch.setattr(attention, "math_kernel_for_groups", lambda *_: True)
+    sdpa, grouped = torch.nn.functional.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **more: grouped.append(more["enable_gqa"]) or sdpa(*args, **more),
+    )
+    found = [attention._attend(q, k, v, x, options) for x in (None, mask.tril())]
+    assert grouped == [False, False]
+    torch.testing.assert_close(found, expected)
 
 
 def test_attention_across_sequences_would_change_numbers():
@@ -336,6 +364,19 @@ def test_frozen_vision_tower_has_no_gradient_and_does_not_change(tiny_dir, proce
     assert not any(".visual." in name for name in gradients(engine))
     for name, tensor in engine.get_per_tensor_param():
         assert torch.equal(tensor, before[name]) == (".visual." in name), name
+
+
+def test_frozen_layers_of_the_language_model_are_units(tiny_dir, processor):
+    """A rank that trains the projector alone never gathers all of them. Frozen layers of the tower are not: some ranks
+    may have no images."""
+    model = load_model(tiny_dir)
+    freeze(model, r"language_model|lm_head|visual\.blocks")
+    engine = engine_for(tiny_dir, model=model, compute_dtype=torch.bfloat16)
+    units = [name for name, module in engine.module.named_modules() if isinstance(module, FSDPModule)]
+    layers = len(model.model.language_model.layers)
+    assert units == ["", *(f"model.language_model.layers.{i}" for i in range(layers))]
+    assert engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))["grad_norm"] > 0
+    assert all(".merger." in name or ".patch_embed." in name for name in gradients(engine))
 
 
 def test_lora_trains_adapters_alone_and_merges(tiny_dir, processor):

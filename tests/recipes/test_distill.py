@@ -186,7 +186,7 @@ def test_help_names_every_option(capsys):
 
 def test_bad_input_is_one_clear_message(whole, start, text_dir, tmp_path):  # noqa: F811
     for message, arguments in {
-        "distill: teacher .*: expected the student's tokens, got others": ["--teacher", text_dir],
+        "distill: teacher .*: expected the tokens of the trained model's tokenizer": ["--teacher", text_dir],
         "distill: task: expected a built-in": ["--task", "digit"],
         "distill: teacher_top_k: expected 0 with sampled_token, got 5": ["--teacher_top_k", 5],
         "distill: beta: expected a number above 0 and below 1, got 1": ["--loss", "jsd", "--beta", 1],

@@ -138,7 +138,9 @@ def test_help_names_every_option(capsys):
     helpers.assert_help_names_every_option("ppo", capsys)
 
 
-def test_bad_input_is_one_clear_message(whole, tmp_path):
+def test_bad_input_is_one_clear_message(whole, warm_dir, text_dir, tmp_path):
+    with pytest.raises(SystemExit, match="ppo: critic_model .*: expected the tokens of the trained model's tokenizer"):
+        run_here("ppo", "--model", warm_dir, "--critic_model", text_dir, "--out", tmp_path / "c", *SMALL)
     with pytest.raises(SystemExit, match="ppo: mini_batches: expected 1 to 4, got 5"):
         run_here("ppo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 5)
     with pytest.raises(SystemExit, match="ppo: out .*holds a run already; continue it with --resume"):

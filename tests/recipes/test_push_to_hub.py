@@ -16,6 +16,8 @@ from hub_stand_in import TOKEN, running_hub  # noqa: E402
 
 from rlkit.report.model_card import OF_THE_PLACE, write_model_card  # noqa: E402
 from rlkit.runs import parse_options  # noqa: E402
+from rlkit.runs.closing import closing_table  # noqa: E402
+from rlkit.tracking import Run  # noqa: E402
 
 SMALL = ["--task", "sorting", "--steps", 2, "--prompts_per_step", 4, "--max_new_tokens", 2]
 
@@ -131,6 +133,34 @@ def test_a_card_has_results_but_no_place_of_this_machine(tmp_path):
     assert "torchrun 'a recipe.py' --task=charts.jsonl --servers URL\n" in card.text
     assert "reward: rewards.py:right\n" in card.text and "lr: 1.0e-06\n" in card.text
     assert not any(place in card.content for place in ("/home", "/scratch", "10.1.2.3"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "reads"),
+    [
+        ({"value_head": True, "vision_config": {}, "architectures": ["SomeVLM"]}, "load_value_model"),
+        ({"value_head": True, "architectures": ["SomeLM"]}, "load_value_model"),
+        ({"architectures": ["SomeForSequenceClassification"]}, "AutoModelForSequenceClassification.from_pretrained"),
+    ],
+)
+def test_a_card_of_a_reward_model_names_what_reads_it(tmp_path, facts, reads):
+    """transformers has a class for some families; vLLM reads none of them."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
+    card = ModelCard.load(write_model_card(tmp_path, "model", ["torchrun"], "0.1"))
+    assert card.data.pipeline_tag == "text-classification" and f'model = {reads}("model")' in card.text
+    assert card.data.library_name == ("rlkit" if "value_head" in facts else "transformers")
+    assert ("AutoProcessor" if "vision_config" in facts else "AutoTokenizer") in card.text
+    assert not any(word in card.text for word in ("vllm", "ImageTextToText", "CausalLM"))
+
+
+def test_the_closing_table_says_what_reads_each_model(tmp_path):
+    for folder, facts in (("model", {}), ("critic", {"value_head": True})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(facts))
+    lines = closing_table(Run(tmp_path, {}), ["model", "critic"]).splitlines()
+    (model,), (critic,) = ([line for line in lines if f"/{folder} " in line] for folder in ("model", "critic"))
+    assert "evaluate.py --model DIR" in model and "evaluate.py" not in critic and "load_value_model(DIR)" in critic
 
 
 def test_a_card_of_a_run_that_measured_nothing(tmp_path):

@@ -298,6 +298,19 @@ def test_a_file_of_held_out_rows_needs_no_answers_for_a_reward_of_yours(tmp_path
     assert (len(task.train), len(task.heldout), task.reward("four", task.heldout[0])) == (3, 3, 4)
 
 
+@pytest.mark.parametrize(("heldout", "beside"), [("all", " beside --heldout all"), ("", "")])
+def test_a_task_without_rows_to_train_on_is_named(tmp_path, heldout, beside):
+    """Before a model is loaded. evaluate.py, whose options have no steps, takes it."""
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\nfrom rlkit.data import load_task\n"
+        "def given():\n    return replace(load_task('sorting'), train=())\n"
+    )
+    name = "sorting" if heldout else f"{tmp_path}/mine.py:given"
+    with pytest.raises(ValueError, match=f"^task {name}: expected rows to train on, got none{beside};"):
+        load_named_task(TrainingOptions(task=name, heldout=heldout), name)
+    assert len(load_named_task(TaskOptions(task=name, heldout=heldout), name).heldout) >= 200
+
+
 def test_a_large_test_split_is_bounded(capsys):
     """Its images stay in memory; evaluate.py, which has no such option, encodes them batch by batch."""
     every = load_named_task(TaskOptions(task="sorting"), "sorting")

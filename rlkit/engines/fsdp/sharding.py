@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from rlkit.engines.distributed import set_timeouts
 from rlkit.engines.value_head import has_value_head
+from rlkit.vlm.adapt import encoder_modules
 
 
 def make_device_mesh(device: torch.device, fsdp_size: int | None, tensor: int) -> DeviceMesh:
@@ -50,15 +51,17 @@ def unsplit_modules(base: Any) -> list[nn.Module]:
 def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, torch.dtype]:
     """The modules whose weights are gathered together, with their precision; the rest of the model is one more unit.
 
-    A layer without trainable parameters belongs to the rest: it needs no gradient communication, and a rank whose rows
-    have no images does not keep other ranks waiting in the vision tower.
+    A layer of a tower without trainable parameters belongs to the rest: it needs no gradient communication, and a rank
+    whose rows have no images does not keep other ranks waiting in the vision tower. Layers of the language model are
+    units also if they are frozen, so that a rank never gathers all of them.
 
     Args:
         model: perhaps wrapped by `rlkit.vlm.lora`.
         base: the transformers model in it, or the model itself.
         dtype: of activations and gathered weights; a value head stays in float32.
     """
-    layers = [m for m in unsplit_modules(base) if any(p.requires_grad for p in m.parameters())]
+    in_towers = {part for name in encoder_modules(base) for part in base.get_submodule(name).modules()}
+    layers = [m for m in unsplit_modules(base) if m not in in_towers or any(p.requires_grad for p in m.parameters())]
     heads = {base.get_output_embeddings(): torch.float32} if has_value_head(base) else {}
     return {**dict.fromkeys(layers, dtype), **heads}
 

@@ -111,6 +111,15 @@ def _block_attention(
     return out
 
 
+def math_kernel_for_groups(k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether SDPA would compute all scores at once if several heads of queries share these heads of keys.
+
+    Of its kernels for CUDA, only that one then takes float32, a mask, heads above 256, or heads of two sizes.
+    """
+    flash = k.dtype in (torch.bfloat16, torch.float16) and mask is None and k.shape[-1] == v.shape[-1] <= 256
+    return k.is_cuda and not flash
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
     """SDPA on [S, H, Q, D], or plain matrix products for soft caps and sinks; causal if there is no mask.
 
@@ -118,6 +127,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Atten
     """
     scale, softcap, sinks = options.scale, options.softcap, options.sinks
     if softcap is None and sinks is None:
+        if math_kernel_for_groups(k, v, mask):
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         is_causal, enable_gqa = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, mask, options.dropout, is_causal, scale=scale, enable_gqa=enable_gqa
