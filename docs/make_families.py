@@ -203,8 +203,8 @@ Not supported, and refused with an error that says why:
 Weight files, as published (`python -m rlkit.doctor --model DIR` names what a run would refuse):
 
 - **bfloat16, float16 or float32** in safetensors (one file, or several with an index): each rank reads its part.
-  `pytorch_model.bin` is read whole on each rank, as tensors only: no code in it runs. A GGUF file of llama, qwen2, qwen3, gemma2 or
-  gemma3 (`--model FILE.gguf`) is converted to safetensors once.
+  `pytorch_model.bin` is read whole on each rank, as tensors only: no code in it runs. A GGUF file (`--model FILE.gguf`)
+  of llama, qwen2, qwen3, gemma2 or gemma3 is converted to safetensors once.
 - **Weights that are made of full tensors**, with fsdp2 and fsdp1: each rank holds all of them in host memory before it
   keeps its part; `python -m rlkit.plan` counts them. All other weights are read in slices. They are, in each layer of
 {made_of_full}
