@@ -68,6 +68,11 @@ def _block_of(config: Any) -> tuple[int, int] | None:
         match getattr(part, "quantization_config", None):
             case {"weight_block_size": [int(rows), int(columns)]}:
                 return rows, columns
+            case {"config_groups": dict(groups)}:  # compressed-tensors
+                weights = [group.get("weights") or {} for group in groups.values()]
+                blocks = [x["block_structure"] for x in weights if isinstance(x.get("block_structure"), list)]
+                if blocks and all(block == blocks[0] for block in blocks):
+                    return tuple(blocks[0])
     return None
 
 
@@ -140,11 +145,11 @@ def scaled(quantized: Tensor, scale: Tensor, block: tuple[int, int] | None = Non
         quantized: [..., rows, columns]
         scale: one number for all, one for each matrix, or [..., blocks of rows, blocks of columns]. A byte is the
             exponent of a power of two, plus 127 (MXFP8).
-        block: rows and columns of a block. Where it does not fit, all blocks have the same size; with it, the last
-            ones may be smaller.
+        block: rows and columns of a block, of which the last ones may be smaller. Where it does not fit, or is not
+            given, all blocks have the same size.
 
     Raises:
-        ValueError: a scale of another shape.
+        ValueError: a scale of another shape, or blocks that could have the same size or that of a power of two.
     """
     weight, factors = quantized.float(), scale.float()
     if scale.dtype == torch.uint8:
@@ -161,6 +166,12 @@ def scaled(quantized: Tensor, scale: Tensor, block: tuple[int, int] | None = Non
             length = given
         elif size % count == 0:
             length = size // count
+            power = 2 ** (length - 1).bit_length()
+            if count > 1 and power > length and -(-size // power) == count:
+                raise ValueError(
+                    f"scale: expected a configuration that states the size of blocks, got {size} in {count} blocks, "
+                    f"which may be of {length} or of {power}"
+                )
         else:
             raise ValueError(f"scale: expected one that divides {tuple(weight.shape)}, got {tuple(factors.shape)}")
         factors = factors.repeat_interleave(length, dim).narrow(dim, 0, size)

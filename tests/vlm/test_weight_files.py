@@ -24,6 +24,7 @@ SIZES = {
 UP = "model.layers.0.mlp.up_proj.weight"  # 48 x 32
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [20, 20]}
 GROUP = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+IN_BLOCKS = {**GROUP, "strategy": "block", "block_structure": [20, 20]}
 COMPRESSED = {
     "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
     "ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP}},
@@ -97,6 +98,11 @@ FORMS = {
     "blocks": (
         in_blocks,
         {"quantization_config": BLOCKS},
+        expected(-9, 9, lambda r, c: (r // 20 * 2 + c // 20 + 1) / 64),
+    ),
+    "blocks of compressed-tensors": (
+        in_blocks,
+        {"quantization_config": {**COMPRESSED, "config_groups": {"group_0": {"weights": IN_BLOCKS}, "group_1": {}}}},
         expected(-9, 9, lambda r, c: (r // 20 * 2 + c // 20 + 1) / 64),
     ),
     "one": (
@@ -255,6 +261,16 @@ def test_small_numbers():
     for wrong in (torch.ones(3, 1), torch.ones(2, 2)):
         with pytest.raises(ValueError, match="scale: expected one"):
             scaled(torch.ones(4, 4) if wrong.shape[0] == 3 else experts, wrong)
+
+
+def test_blocks_of_unknown_size_are_refused():
+    """192 rows with two scales may be blocks of 96, or of 128, the size of published ones."""
+    scale = torch.tensor([[1.0], [2.0]])
+    assert scaled(torch.ones(192, 1), scale, (128, 128))[:, 0].tolist() == [1] * 128 + [2] * 64
+    assert scaled(torch.ones(256, 1), scale)[:, 0].tolist() == [1] * 128 + [2] * 128
+    assert scaled(torch.ones(3, 2), torch.tensor([[1.0], [2.0], [3.0]]))[:, 0].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="states the size of blocks, got 192 in 2 blocks, which may be of 96 or of 12"):
+        scaled(torch.ones(192, 1), scale)
 
 
 def test_missing_weights_are_named_when_a_model_is_read_whole(saved):
