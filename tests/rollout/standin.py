@@ -65,6 +65,7 @@ class Standin:
         self.expanded = {}  # compact prompt -> what it is expanded to
         self.taken_by = ""  # another trainer
         self.dtype = ""  # that it says it computes in
+        self.max_num_seqs = 128  # the most samples of one request
         self.resets = True  # its prefix cache, when it is told to
         self.adapter, self.pauses, self.slept = None, [], []  # the file that was sent last; how it paused and slept
         self.holds, self.clients = lambda body, tokens: False, []
@@ -179,7 +180,7 @@ class VllmStandin(Standin):
     async def _weight_dtype(self, request):
         if not self.dtype:
             raise web.HTTPNotFound
-        return web.json_response({"dtype": self.dtype, "device": "cpu"})
+        return web.json_response({"dtype": self.dtype, "device": "cpu", "max_num_seqs": self.max_num_seqs})
 
     async def _claim(self, request):
         if not self.taken_by:
@@ -239,6 +240,8 @@ class VllmStandin(Standin):
             )
         self.bodies.append(body)
         connection_lost = await self._fault(request)
+        if rule["n"] > self.max_num_seqs:
+            raise web.HTTPBadRequest(text='{"error": {"message": "sampling_params.n must be at most"}}')
         if "model" in body and self.adapter is None:
             raise web.HTTPNotFound(text='{"error": {"message": "The model `policy` does not exist."}}')
         if max(body["token_ids"]) >= 10_000:

@@ -15,11 +15,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from starlette.applications import Starlette
 from transformers import AutoConfig, PreTrainedConfig
 from waiting import until
 
@@ -32,6 +34,7 @@ from rlkit.rollout.servers.arrays import arrays_of
 from rlkit.rollout.servers.media import image_data_url
 from rlkit.rollout.servers.pool import ServerPool, ServerUnavailable
 from rlkit.rollout.servers.shared_load import SharedLoad
+from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE, WeightDtypeMiddleware
 from rlkit.rollout.servers.weight_transfer import GlooGroup, buckets, send_weights
 from rlkit.rollout.vllm_requests import request_seed
 from rlkit.vlm import encode_prompt, load_model
@@ -98,6 +101,35 @@ def test_answers_are_distributed_over_servers_and_returned_in_order(connect):
         a.answered.clear()
         connect(a, b).generate(requests, SAMPLING, n=1)  # room for all of them on either
         assert len(a.answered) == 6
+
+
+def test_requests_have_no_more_samples_than_a_server_takes(connect):
+    """vLLM refuses n above its max_num_seqs, of which a server that rlkit started tells."""
+    with VllmStandin() as a, VllmStandin() as b:
+        a.dtype = b.dtype = "float32"
+        b.max_num_seqs = 5
+        requests = prompts(2)
+        check(connect(a, b, max_sequences=8).generate(requests, SAMPLING, n=12), requests, 12)
+        assert sorted(body["sampling_params"]["n"] for body in a.bodies + b.bodies) == [2, 2, 5, 5, 5, 5]
+
+
+def test_a_server_tells_its_settings():
+    model, device = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(device_type="cuda")
+    app = Starlette()
+    app.state.vllm_config = SimpleNamespace(
+        model_config=model, device_config=device, scheduler_config=SimpleNamespace(max_num_seqs=64)
+    )
+    app.add_middleware(WeightDtypeMiddleware)
+    sent = []
+
+    async def ask():
+        async def send(message):
+            sent.append(message)
+
+        await app({"type": "http", "method": "GET", "path": WEIGHT_DTYPE_ROUTE, "headers": []}, None, send)
+
+    asyncio.run(ask())
+    assert json.loads(sent[-1]["body"]) == {"dtype": "bfloat16", "device": "cuda", "max_num_seqs": 64}
 
 
 def test_the_context_of_each_server_is_known(connect):

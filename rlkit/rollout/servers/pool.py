@@ -51,6 +51,7 @@ class Server:
         workers: number of processes with a copy or a shard of the weights.
         dtype: name of the dtype that the server computes in; None if it does not say.
         device: type of the device that it computes on, "cpu" or "cuda"; None if it does not say.
+        max_num_seqs: the most samples that it takes in one request; None if it does not say.
         returns_routed_experts: whether the server can return the experts that its routers chose.
     """
 
@@ -60,6 +61,7 @@ class Server:
     workers: int = 1
     dtype: str | None = None
     device: str | None = None
+    max_num_seqs: int | None = None
     returns_routed_experts: bool = False
 
 

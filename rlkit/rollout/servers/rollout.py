@@ -126,6 +126,8 @@ class ServerRollout(ABC):
         handshakes = self.pool.run(self._handshake_all())
         self.context_lengths = [max_model_len for max_model_len, _ in handshakes]  # of each server
         self.max_model_len = min(self.context_lengths)
+        limits = [server.max_num_seqs for server in self.pool.servers if server.max_num_seqs]
+        self.max_samples = min([max_sequences, *limits])  # of one request
         self.weight_dtype = self.weight_dtype or common_dtype(server.dtype for server in self.pool.servers)
         # version of the weights that all servers sample with, and of those that were sent last
         self.version = self.sent_version = max(version for _, version in handshakes)
@@ -148,7 +150,7 @@ class ServerRollout(ABC):
     async def _handshake(self, server: Server) -> tuple[int, int]:
         """Check that a server supports training. Returns its maximum sequence length, and its weight version.
 
-        It also sets what the server says of itself: `server.workers`, and `server.dtype` if it does.
+        It also sets what the server says of itself: `server.workers`, and if it does, `server.dtype` and others.
         """
 
     @abstractmethod
@@ -210,8 +212,8 @@ class ServerRollout(ABC):
         self._check_media(requests)
         jobs: list[Job] = []
         for request, request_sampling in zip(requests, params, strict=True):
-            for start in range(0, n, self.pool.max_sequences):
-                count = min(self.pool.max_sequences, n - start)
+            for start in range(0, n, self.max_samples):
+                count = min(self.max_samples, n - start)
                 body = self._request_body(request, request_sampling, start, count)
                 jobs.append(Job(len(jobs), request, request.number * n + start, count, body))
         samples = self.pool.start(self._run(jobs, n, on_finished))
@@ -229,7 +231,7 @@ class ServerRollout(ABC):
                     )
 
     async def _run(self, jobs: Sequence[Job], n: int, on_finished: OnFinished | None) -> list[Sample]:
-        jobs_per_request = len(range(0, n, self.pool.max_sequences))
+        jobs_per_request = len(range(0, n, self.max_samples))
         results: dict[int, list[Sample]] = {}
         media = MediaEncoder(job.request for job in jobs)
 

@@ -240,7 +240,7 @@ class VllmServerRollout(ServerRollout):
         check_windows_work(self.config, card["max_model_len"])
         if not paused:
             await self._check_logprobs(server)
-        server.dtype, server.device = await self._dtype_and_device(server)
+        await self._read_settings(server)
         if server.device is None and self.config.model_type in NEED_OWN_MODEL:
             raise ValueError(
                 f"{server.url}: expected a server that rlkit.rollout.serve started for {self.config.model_type}, of "
@@ -255,12 +255,12 @@ class VllmServerRollout(ServerRollout):
             )
         return card["max_model_len"], weight_version
 
-    async def _dtype_and_device(self, server: Server) -> tuple[str | None, str | None]:
+    async def _read_settings(self, server: Server) -> None:
         try:
             answer = await self.pool.request(server, "GET", WEIGHT_DTYPE_ROUTE)
         except RequestRejected:
-            return None, None  # it was not started by rlkit.rollout.serve
-        return answer["dtype"], answer["device"]
+            return  # it was not started by rlkit.rollout.serve
+        server.dtype, server.device, server.max_num_seqs = (answer[k] for k in ("dtype", "device", "max_num_seqs"))
 
     async def _recover_paused(self, server: Server) -> None:
         """Wake a server that a stopped trainer left asleep or paused. Its weights have to be updated first."""

@@ -36,7 +36,8 @@ def common_dtype(names: Iterable[str | None]) -> torch.dtype | None:
 
 
 class WeightDtypeMiddleware:
-    """ASGI middleware of a vLLM server: GET /rlkit/weight_dtype returns the dtype and the device that it computes in.
+    """ASGI middleware of a vLLM server: GET /rlkit/weight_dtype returns the dtype and the device that it computes in,
+    and the most samples that it takes in one request.
 
     vLLM's own /server_info contains them, too, but first runs commands that list all packages and devices.
     """
@@ -51,4 +52,5 @@ class WeightDtypeMiddleware:
 
         config = scope["app"].state.vllm_config
         dtype, device = str(config.model_config.dtype).removeprefix("torch."), config.device_config.device_type
-        await JSONResponse({"dtype": dtype, "device": device})(scope, receive, send)
+        settings = {"dtype": dtype, "device": device, "max_num_seqs": config.scheduler_config.max_num_seqs}
+        await JSONResponse(settings)(scope, receive, send)
