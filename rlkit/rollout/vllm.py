@@ -340,9 +340,10 @@ class VllmRollout:
     def _make_samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
         check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor, request.token_ids))
         samples = []
-        for completion in sorted(output.outputs, key=lambda completion: completion.index):
+        completions = sorted(output.outputs, key=lambda completion: completion.index)
+        for i, completion in enumerate(completions * (n // len(completions))):  # greedy decoding generates one
             sample = finished_sample(
-                replace(request, number=request.number * n + completion.index),
+                replace(request, number=request.number * n + i),
                 completion.token_ids,
                 completion.logprobs.logprobs,
                 completion.finish_reason,

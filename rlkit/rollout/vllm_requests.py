@@ -27,6 +27,7 @@ from rlkit.vlm.processors import (
 )
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
+TEMPERATURES = (0.01, 2.0)  # vLLM replaces lower ones by 0.01, and refuses higher ones
 
 
 def vllm_prompt(request: Sample, processor: Any) -> dict[str, Any]:
@@ -313,11 +314,16 @@ def vllm_sampling_params(
     """Arguments of `vllm.SamplingParams` for one request, so that vLLM samples the distribution the trainer scores.
 
     Args:
+        n: how many samples. At temperature 0 they are all the same, and vLLM generates no more than one.
         suppressed_token_ids: token ids that get probability 0.
         end_token_ids: tokens that end a response. The response includes the one that ended it.
+
+    Raises:
+        ValueError: a temperature at which vLLM does not sample.
     """
+    check_temperature(sampling.temperature)
     return {
-        "n": n,
+        "n": n if sampling.temperature else 1,
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "seed": request_seed(sampling.seed, request),
@@ -329,6 +335,15 @@ def vllm_sampling_params(
         "detokenize": False,
         "skip_special_tokens": False,
     }
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise a ValueError for a temperature at which vLLM does not sample; 0, greedy decoding, is none."""
+    low, high = TEMPERATURES
+    if temperature and not low <= temperature <= high:
+        raise ValueError(
+            f"temperature: expected one from {low:g} to {high:g} for vLLM, got {temperature:g}; use rollout 'hf'"
+        )
 
 
 def check_suppressed_token_ids(suppressed_token_ids: Sequence[int]) -> None:

@@ -357,6 +357,14 @@ def check_servers(cfg: Any) -> None:
         )
 
 
+def check_sampling(cfg: Any) -> None:
+    """Raise a ValueError for a temperature at which the sampling back end does not sample."""
+    from rlkit.rollout.vllm_requests import check_temperature
+
+    if getattr(cfg, "rollout", "") in ("vllm", "vllm_server"):
+        check_temperature(getattr(cfg, "temperature", 1.0))
+
+
 def check_processor_options(cfg: Any) -> None:
     """Raise a ValueError if servers prepare images, which do not know the options of the run's processor."""
     for name in ("servers", "teacher_servers"):

@@ -42,6 +42,7 @@ from rlkit.runs.options import (
     check_processor_options,
     check_quantize_base,
     check_ranges,
+    check_sampling,
     check_servers,
     check_sync_adapters,
 )
@@ -111,6 +112,7 @@ def start_run(
 
     check_ranges(cfg)
     check_evaluation(cfg)
+    check_sampling(cfg)
     check_sync_adapters(cfg)
     check_quantize_base(cfg)
     check_engine_options(cfg)

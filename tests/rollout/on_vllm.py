@@ -124,6 +124,8 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     facts["sampled_forbidden"] = sorted({t for s in samples for t in s.response_ids} & set(suppressed.tolist()))
     greedy = rollout.generate(prompts, Sampling(6, temperature=0.0))
     facts["greedy"] = [s.response_ids for s in greedy]
+    twice = rollout.generate(prompts, Sampling(6, temperature=0.0), n=2)
+    facts["greedy_twice"] = [(s.number, s.response_ids) for s in twice]
     hf = make_rollout("hf", engine.gathered, processor=processor)
     facts["greedy_hf"] = [s.response_ids for s in hf.generate(prompts, Sampling(6, temperature=0.0))]
 

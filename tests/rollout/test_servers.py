@@ -159,6 +159,14 @@ def test_a_window_that_transformers_ignores_needs_a_server_that_was_started_with
         connect(server, model=str(tmp_path))
 
 
+def test_greedy_answers_are_generated_once(connect):
+    """vLLM refuses n > 1 at temperature 0, where all answers are the same."""
+    with VllmStandin() as a:
+        first, second = connect(a).generate(prompts(1), Sampling(4, temperature=0.0), n=2)
+        assert first.token_ids == second.token_ids and [first.number, second.number] == [0, 1]
+        assert [body["sampling_params"]["n"] for body in a.bodies] == [1]
+
+
 def test_each_request_has_its_own_sampling_parameters(connect):
     with VllmStandin() as a:
         how = [Sampling(4, 0.7, (1,)), Sampling(2, 0.0, (2,), stop=(5, 6))]

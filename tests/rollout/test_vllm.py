@@ -358,6 +358,7 @@ def test_samples_are_complete_and_in_order(alone, kind):
     assert facts["finished"] and facts["under_way"][0] > 0 == facts["under_way"][-1]  # each as soon as it was written
     assert set(facts["reasons"]) <= {"stop", "length"} and not facts["sampled_forbidden"]
     assert facts["greedy"] == facts["greedy_hf"]
+    assert facts["greedy_twice"] == [[i, ids] for ids in facts["greedy"] for i in range(2)]
 
 
 def test_vllm_does_not_change_the_trainers_process(alone):
@@ -679,6 +680,14 @@ def test_sampling_is_the_trainers_distribution():
     assert options["temperature"] == 0.7 and options["max_tokens"] == 9 and options["n"] == 4
     assert options["logit_bias"] == {5: -1e30, 6: -1e30} and options["stop_token_ids"] == [2]
     assert json.loads(json.dumps(options))["seed"] == options["seed"]
+
+
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_temperatures_that_vllm_changes_or_refuses_are_named(temperature):
+    with pytest.raises(ValueError, match=f"^temperature: expected one from 0.01 to 2 for vLLM, got {temperature}; use"):
+        vllm_sampling_params(
+            Sampling(9, temperature), prompt_sample([1]), n=1, suppressed_token_ids=[], end_token_ids=[2]
+        )
 
 
 def test_an_aborted_answer_is_not_used():

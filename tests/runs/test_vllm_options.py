@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from helpers import load
 
 from rlkit.runs import adapter_flags, check_rollout_takes_adapters, length_flags, models, parse_options
-from rlkit.runs.options import check_quantize_base, check_ranges, check_sync_adapters
+from rlkit.runs.options import check_quantize_base, check_ranges, check_sampling, check_sync_adapters
 from rlkit.runs.vllm_options import longest_sequence, optimizer_bytes, share_left, vllm_options
 
 GIB = 2**30
@@ -144,6 +144,16 @@ def test_quantized_weights_are_refused_where_they_cannot_be(arguments, problem):
     check_quantize_base(options("grpo_vlm", *arguments))
     check_quantize_base(options("sft", "--lora_rank", 4, "--quantize_base"))
     check_quantize_base(options("grpo_vlm", "--lora_rank", 4, "--quantize_base", "--sync_adapters"))  # nothing is sent
+
+
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_temperatures_at_which_vllm_does_not_sample_are_refused(temperature):
+    for rollout in ("vllm", "vllm_server"):
+        with pytest.raises(ValueError, match=f"temperature: expected one from 0.01 to 2 for vLLM, got {temperature}"):
+            check_sampling(options("grpo_vlm", "--rollout", rollout, "--temperature", temperature))
+        check_sampling(options("grpo_vlm", "--rollout", rollout, "--temperature", 0.01))
+    check_sampling(options("grpo_vlm", "--temperature", temperature))
+    check_sampling(options("sft"))
 
 
 def test_hf_says_that_it_needs_no_adapters(capsys, monkeypatch):

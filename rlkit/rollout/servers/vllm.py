@@ -82,10 +82,10 @@ class VllmServerRollout(ServerRollout):
         response = await self._post_job(server, "/inference/v1/generate", job)
         check_prompt_expansion(job.request, as_trainer_tokens(response["prompt_token_ids"], self.processor))
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
-        if len(choices) != job.count:
-            raise RuntimeError(f"{server.url}: expected {job.count} samples, got {len(choices)}")
+        if len(choices) != (count := job.body["sampling_params"]["n"]):
+            raise RuntimeError(f"{server.url}: expected {count} samples, got {len(choices)}")
         samples = []
-        for i, choice in enumerate(choices):
+        for i, choice in enumerate(choices * (job.count // count)):  # greedy decoding generates one
             spans = choice.get("weight_versions") or []
             sample = self._make_sample(
                 server,
