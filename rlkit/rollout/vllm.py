@@ -25,6 +25,7 @@ from rlkit.data.samples import Sample
 from rlkit.rollout.adapters import adapter_folder, check_adapter, lora_request, serialize_adapter
 from rlkit.rollout.inference_requests import check_context_length, check_prompt_expansion, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
+from rlkit.rollout.servers.weight_dtype import DTYPES
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options, repack_weights, with_family_options
 from rlkit.rollout.vllm_families import (
     check_weight_updates_work,
@@ -74,7 +75,8 @@ class VllmRollout:
             With more, vLLM uses long factors at every position; give the engine that trains the same
             `longest_sequence`, see rlkit.vlm.long_rope.
         gpu_memory_utilization: share of a GPU's memory for the engine's weights and cache together.
-        dtype: of its weights and cache; by default that of the trainer, bfloat16 on a GPU and float32 on a CPU.
+        dtype: of its weights and cache, bfloat16, float16 or float32; by default, or with "auto", that of the trainer:
+            bfloat16 on a GPU and float32 on a CPU.
         trust_remote_code: allow code from the model's repository to run.
         options: of `vllm.LLM`, e.g. `max_num_seqs`, `kv_cache_memory_bytes`, `enforce_eager`, or
             `enable_return_routed_experts`, with which samples carry the experts of each token.
@@ -112,6 +114,9 @@ class VllmRollout:
             raise ValueError(
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
+        dtype = None if dtype == "auto" else dtype
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
         check_windows_work(config, max_model_len)
         of_family = family_options(model, config)
@@ -121,7 +126,7 @@ class VllmRollout:
             dtype, on_cpu = cpu_dtype_and_options(config, dtype)
             options = cpu_options(dtype, with_family_options({**of_family, **on_cpu}, options))
         options = {**normalization_options(config), **options}
-        self.weight_dtype: torch.dtype = getattr(torch, dtype)
+        self.weight_dtype = DTYPES[dtype]
         if type(processor).__name__ == QWEN3_OMNI:
             # vLLM would reuse the tokens of a video for the same frames with another sound
             options.setdefault("mm_processor_cache_gb", 0)

@@ -596,6 +596,25 @@ def test_windows_that_vllm_leaves_out_are_refused_for_longer_sequences(tmp_path)
         VllmRollout(model=str(tmp_path), processor=None)
 
 
+def test_the_dtype_auto_is_the_default(tiny_dir, monkeypatch):
+    started = []
+
+    class Started(Exception):
+        pass
+
+    def start(**options):
+        started.append(options["dtype"])
+        raise Started
+
+    monkeypatch.setattr("rlkit.rollout.vllm._start_engine", start)
+    for dtype in ("auto", None, "bfloat16"):
+        with pytest.raises(Started):
+            VllmRollout(model=tiny_dir, processor=None, dtype=dtype)
+    assert started[0] == started[1] and started[2] == "bfloat16"
+    with pytest.raises(ValueError, match="^dtype: expected auto, bfloat16, float16, float32, got 'fp8'"):
+        VllmRollout(model=tiny_dir, processor=None, dtype="fp8")
+
+
 def test_a_quantized_model_takes_no_weights():
     """vLLM would scale new weights by the old scales."""
     method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
