@@ -7,13 +7,16 @@ import stat
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from free_ports import free_ports
 
 from rlkit.rollout.serve import environment, serving
+from rlkit.rollout.servers.arrays import array_url
 from rlkit.rollout.servers.token import MOST_ADAPTER_BYTES, MOST_BYTES, TOKEN_VARIABLE, new_token, server_token
 from rlkit.rollout.servers.weight_transfer import GlooGroup, gloo_group
+from rlkit.vlm.videos import MAX_PIXELS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from guarded_server import TOKEN, guarded_server
@@ -63,6 +66,13 @@ def test_too_large_a_request_is_refused_before_it_is_read(server):
     assert ask(address, "/inference/v1/generate", {**known, "Transfer-Encoding": "chunked"})[0] == 411
     assert not reached
     assert ask(address, "/inference/v1/generate", {**known, "Content-Length": "2"}, b"{}")[0] == 200
+
+
+def test_every_video_that_is_read_fits_into_a_request():
+    frames = np.zeros((2, 30, 40, 3), "uint8")
+    beside_frames = len(array_url(frames=frames, fps=1.0)) - frames.nbytes * 4 // 3
+    assert 0 < beside_frames < 1000
+    assert MAX_PIXELS * 3 * 4 // 3 + beside_frames < MOST_BYTES
 
 
 def test_the_token_is_in_a_file_of_its_user(monkeypatch, tmp_path):

@@ -19,10 +19,12 @@ from urllib.parse import urlsplit
 
 from rlkit.rollout.adapters import ADAPTER_ROUTE
 from rlkit.vlm.pretrained import cache_directory
+from rlkit.vlm.videos import MAX_PIXELS
 
 TOKEN_VARIABLE = "RLKIT_SERVER_TOKEN"
 OPEN_ROUTE = "/health"
-MOST_BYTES = 256 << 20  # limit of a request's size: a prompt with its images
+# limit of a request's size: a prompt with the largest video that is read, 4 characters of base64 per pixel, or images
+MOST_BYTES = 4 * MAX_PIXELS + (256 << 20)
 MOST_ADAPTER_BYTES = 8 << 30
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
