@@ -24,8 +24,8 @@ def restore_rope_scaling(config: Any, file: Path) -> None:
     """Give the configuration that transformers made of a GGUF file the RoPE scaling in that file.
 
     llama.cpp writes it in one of two forms: as numbers `rope.scaling.*` (linear and YaRN), or as a tensor
-    `rope_freqs.weight` by which the frequencies are divided (llama3, and Gemma 4, whose configuration has it by
-    default). In families with several kinds of layers both are for those with full attention.
+    `rope_freqs.weight` by which the frequencies are divided (llama3). In families with several kinds of layers both are
+    for those with full attention.
 
     Args:
         config: its `rope_parameters` are changed.
