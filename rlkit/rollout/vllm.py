@@ -44,6 +44,7 @@ from rlkit.rollout.vllm_prepared import (
     takes_prepared,
 )
 from rlkit.rollout.vllm_requests import (
+    RUNNER_VARIABLE,
     as_trainer_tokens,
     check_image_attention,
     check_kimi_videos,
@@ -114,13 +115,12 @@ class VllmRollout:
             raise ValueError(
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
-        dtype = None if dtype == "auto" else dtype
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
+        dtype = _checked_dtype(dtype)
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
         check_windows_work(config, max_model_len)
         of_family = family_options(model, config)
         if self.on_gpu:
+            _check_logit_biases(config, processor)
             dtype, options = dtype or "bfloat16", with_family_options(of_family, options)
         else:
             dtype, on_cpu = cpu_dtype_and_options(config, dtype)
@@ -147,7 +147,6 @@ class VllmRollout:
         self.config = config = thinker_config(self.llm.model_config.hf_config)
         tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
-        check_suppressed_token_ids(self.suppressed_token_ids)
         started = self.llm.model_config
         self.end_token_ids = end_token_ids(tokenizer, started.try_get_generation_config().get("eos_token_id"))
         self.max_model_len = started.max_model_len
@@ -359,6 +358,20 @@ class VllmRollout:
                 sample = with_routed_experts(sample, torch.from_numpy(completion.routed_experts.astype("int16")))
             samples.append(sample)
         return samples
+
+
+def _checked_dtype(dtype: str | None) -> str | None:
+    """None for the default, which is vLLM's "auto" too; a ValueError for an unknown name."""
+    if dtype not in (None, "auto", *DTYPES):
+        raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return None if dtype == "auto" else dtype
+
+
+def _check_logit_biases(config: Any, processor: Any) -> None:
+    """Before minutes of starting an engine on a GPU, raise a ValueError if more tokens are suppressed than it takes."""
+    if config.model_type and os.environ.get(RUNNER_VARIABLE) != "0":
+        tokenizer = getattr(processor, "tokenizer", processor)
+        check_suppressed_token_ids(suppressed_token_ids(thinker_config(config), tokenizer).tolist())
 
 
 # --- the engine in the trainer's process

@@ -26,7 +26,8 @@ from rlkit.vlm.processors import (
     placeholder_id,
 )
 
-MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
+MAX_LOGIT_BIASES = 1024  # tokens, in vLLM's runner V2, whose process dies with more; V1 has no limit
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 TEMPERATURES = (0.01, 2.0)  # vLLM replaces lower ones by 0.01, and refuses higher ones
 
 
@@ -347,12 +348,12 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_suppressed_token_ids(suppressed_token_ids: Sequence[int]) -> None:
-    """Raise a ValueError if more tokens have to be suppressed than vLLM takes logit biases for."""
+    """Raise a ValueError if more tokens have to be suppressed than vLLM's runner V2 takes logit biases for."""
     if len(suppressed_token_ids) > MAX_LOGIT_BIASES:
         raise ValueError(
-            f"model: expected at most {MAX_LOGIT_BIASES} suppressed tokens, which is vLLM's limit, got "
-            f"{len(suppressed_token_ids)} (image placeholders, and a vocabulary larger than the tokenizer's): resize "
-            "the model's embeddings to its tokenizer"
+            f"model: expected at most {MAX_LOGIT_BIASES} suppressed tokens, the limit of vLLM's runner V2, got "
+            f"{len(suppressed_token_ids)} (image placeholders, and a vocabulary larger than the tokenizer's): set "
+            f"{RUNNER_VARIABLE}=0 in the environment of vLLM, for its runner V1, or use rollout 'hf'"
         )
 
 

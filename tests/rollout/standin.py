@@ -65,7 +65,7 @@ class Standin:
         self.expanded = {}  # compact prompt -> what it is expanded to
         self.taken_by = ""  # another trainer
         self.dtype = ""  # that it says it computes in
-        self.max_num_seqs = 128  # the most samples of one request
+        self.max_num_seqs, self.v2_model_runner = 128, False  # the most samples of one request; which runner it has
         self.resets = True  # its prefix cache, when it is told to
         self.adapter, self.pauses, self.slept = None, [], []  # the file that was sent last; how it paused and slept
         self.holds, self.clients = lambda body, tokens: False, []
@@ -180,7 +180,8 @@ class VllmStandin(Standin):
     async def _weight_dtype(self, request):
         if not self.dtype:
             raise web.HTTPNotFound
-        return web.json_response({"dtype": self.dtype, "device": "cpu", "max_num_seqs": self.max_num_seqs})
+        settings = {"dtype": self.dtype, "device": "cpu", "max_num_seqs": self.max_num_seqs}
+        return web.json_response({**settings, "v2_model_runner": self.v2_model_runner})
 
     async def _claim(self, request):
         if not self.taken_by:

@@ -117,7 +117,10 @@ def test_a_server_tells_its_settings():
     model, device = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(device_type="cuda")
     app = Starlette()
     app.state.vllm_config = SimpleNamespace(
-        model_config=model, device_config=device, scheduler_config=SimpleNamespace(max_num_seqs=64)
+        model_config=model,
+        device_config=device,
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+        use_v2_model_runner=True,
     )
     app.add_middleware(WeightDtypeMiddleware)
     sent = []
@@ -129,7 +132,8 @@ def test_a_server_tells_its_settings():
         await app({"type": "http", "method": "GET", "path": WEIGHT_DTYPE_ROUTE, "headers": []}, None, send)
 
     asyncio.run(ask())
-    assert json.loads(sent[-1]["body"]) == {"dtype": "bfloat16", "device": "cuda", "max_num_seqs": 64}
+    settings = {"dtype": "bfloat16", "device": "cuda", "max_num_seqs": 64, "v2_model_runner": True}
+    assert json.loads(sent[-1]["body"]) == settings
 
 
 def test_the_context_of_each_server_is_known(connect):
@@ -726,6 +730,11 @@ def test_bad_input_is_named(connect, monkeypatch):
         with pytest.raises(
             ValueError, match="model: expected at most 1024 suppressed tokens.*, got 1025 .* vocabulary larger"
         ):
+            connect(a)
+        a.dtype = "float32"  # vLLM's runner V1 takes any number
+        connect(a).close()
+        a.v2_model_runner = True
+        with pytest.raises(ValueError, match="got 1025 .*: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment of vLLM"):
             connect(a)
         with pytest.raises(ValueError, match="transfer: expected one of nccl, gloo, got 'ucx'"):
             connect(a, transfer="ucx")

@@ -615,6 +615,28 @@ def test_the_dtype_auto_is_the_default(tiny_dir, monkeypatch):
         VllmRollout(model=tiny_dir, processor=None, dtype="fp8")
 
 
+def test_too_many_suppressed_tokens_are_refused_before_the_engine_starts(tiny_dir, monkeypatch):
+    """gpt-oss has 1,069, of which only vLLM's runner V2, on a GPU, takes no more than 1,024."""
+
+    class Started(Exception):
+        pass
+
+    def start(**_):
+        raise Started
+
+    monkeypatch.setattr("rlkit.rollout.vllm._start_engine", start)
+    monkeypatch.setattr("rlkit.rollout.vllm.suppressed_token_ids", lambda *_: torch.arange(1069))
+    with pytest.raises(Started):
+        VllmRollout(model=tiny_dir, processor=None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    with pytest.raises(ValueError, match="^model: expected at most 1024 suppressed tokens, .*, got 1069 .*RUNNER=0"):
+        VllmRollout(model=tiny_dir, processor=None)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(Started):
+        VllmRollout(model=tiny_dir, processor=None)
+
+
 def test_a_quantized_model_takes_no_weights():
     """vLLM would scale new weights by the old scales."""
     method = {"quant_method": "fp8", "weight_block_size": [128, 128]}

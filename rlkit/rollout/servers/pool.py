@@ -52,6 +52,7 @@ class Server:
         dtype: name of the dtype that the server computes in; None if it does not say.
         device: type of the device that it computes on, "cpu" or "cuda"; None if it does not say.
         max_num_seqs: the most samples that it takes in one request; None if it does not say.
+        v2_model_runner: whether it has vLLM's runner V2, which limits logit biases; True if it does not say.
         returns_routed_experts: whether the server can return the experts that its routers chose.
     """
 
@@ -62,6 +63,7 @@ class Server:
     dtype: str | None = None
     device: str | None = None
     max_num_seqs: int | None = None
+    v2_model_runner: bool = True
     returns_routed_experts: bool = False
 
 

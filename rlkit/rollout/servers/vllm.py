@@ -221,7 +221,6 @@ class VllmServerRollout(ServerRollout):
 
     async def _handshake(self, server: Server) -> tuple[int, int]:
         request = self.pool.request
-        check_suppressed_token_ids(self.suppressed_token_ids)
         try:
             version = (await request(server, "GET", "/version"))["version"]
             card = (await request(server, "GET", "/v1/models"))["data"][0]
@@ -241,6 +240,8 @@ class VllmServerRollout(ServerRollout):
         if not paused:
             await self._check_logprobs(server)
         await self._read_settings(server)
+        if server.v2_model_runner:
+            check_suppressed_token_ids(self.suppressed_token_ids)
         if server.device is None and self.config.model_type in NEED_OWN_MODEL:
             raise ValueError(
                 f"{server.url}: expected a server that rlkit.rollout.serve started for {self.config.model_type}, of "
@@ -260,7 +261,8 @@ class VllmServerRollout(ServerRollout):
             answer = await self.pool.request(server, "GET", WEIGHT_DTYPE_ROUTE)
         except RequestRejected:
             return  # it was not started by rlkit.rollout.serve
-        server.dtype, server.device, server.max_num_seqs = (answer[k] for k in ("dtype", "device", "max_num_seqs"))
+        for name in ("dtype", "device", "max_num_seqs", "v2_model_runner"):
+            setattr(server, name, answer[name])
 
     async def _recover_paused(self, server: Server) -> None:
         """Wake a server that a stopped trainer left asleep or paused. Its weights have to be updated first."""

@@ -37,7 +37,7 @@ def common_dtype(names: Iterable[str | None]) -> torch.dtype | None:
 
 class WeightDtypeMiddleware:
     """ASGI middleware of a vLLM server: GET /rlkit/weight_dtype returns the dtype and the device that it computes in,
-    and the most samples that it takes in one request.
+    the most samples that it takes in one request, and whether vLLM's runner V2 computes.
 
     vLLM's own /server_info contains them, too, but first runs commands that list all packages and devices.
     """
@@ -52,5 +52,10 @@ class WeightDtypeMiddleware:
 
         config = scope["app"].state.vllm_config
         dtype, device = str(config.model_config.dtype).removeprefix("torch."), config.device_config.device_type
-        settings = {"dtype": dtype, "device": device, "max_num_seqs": config.scheduler_config.max_num_seqs}
+        settings = {
+            "dtype": dtype,
+            "device": device,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "v2_model_runner": config.use_v2_model_runner,
+        }
         await JSONResponse(settings)(scope, receive, send)
