@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -712,6 +713,22 @@ def test_bad_servers_are_named(connect):
     for options, message in cases:
         with VllmStandin(**options) as server, pytest.raises(ValueError, match=f"{server.url}: {message}"):
             connect(server)
+
+
+def test_a_connection_that_takes_too_long_is_named(monkeypatch):
+    """The queue of a socket that nothing accepts from is full, so Linux answers no further connection."""
+    monkeypatch.setattr("rlkit.rollout.servers.pool.CONNECT_SECONDS", 0.3)
+    with ExitStack() as sockets:
+        listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        pool = ServerPool(url)
+        with pytest.raises(ServerUnavailable, match=f"^{url}/health: expected a connection within 0.3 s, got none$"):
+            pool.run(pool.request(pool.servers[0], "GET", "/health"))
+        pool.close()
 
 
 def test_bad_input_is_named(connect, monkeypatch):

@@ -28,6 +28,7 @@ Json = Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 RETRYABLE_STATUS = (408, 425, 429, 500, 502, 503, 504)
+CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.05  # interval for polling the load of other ranks, while all servers are full
 KEEPALIVE_SECONDS = 2.0  # servers close idle connections after 5 s; a request at that moment would be lost
 
@@ -164,7 +165,8 @@ class ServerPool:
         """
         import aiohttp
 
-        limits = aiohttp.ClientTimeout(total=self.timeout if timeout is None else timeout, sock_connect=10)
+        seconds = self.timeout if timeout is None else timeout
+        limits = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         content: dict[str, Any] = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         if token := server_token(server.url):
             content["headers"] = {"Authorization": f"Bearer {token}"}
@@ -176,9 +178,13 @@ class ServerPool:
                     error = f"{server.url}{path}: expected status 200, got {response.status}: {message}"
                     raise (ServerUnavailable if response.status in RETRYABLE_STATUS else RequestRejected)(error)
                 return await (response.json() if response.content_type == "application/json" else response.text())
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ServerUnavailable(
+                f"{server.url}{path}: expected a connection within {CONNECT_SECONDS:g} s, got none"
+            ) from error
         except TimeoutError as error:
             raise ServerUnavailable(
-                f"{server.url}{path}: expected a response within {limits.total:g} s, got none"
+                f"{server.url}{path}: expected a response within {seconds:g} s, got none"
             ) from error
         except RequestRejected:
             raise
