@@ -2,6 +2,8 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import peft
@@ -86,6 +88,32 @@ def test_what_was_submitted_before_the_first_adapters_is_finished_with_the_base_
             rollout.update_adapter(*update) if version == 1 else rollout.update_weights(*update)
             assert {sample.version for sample in submitted.result(60)} == {version - 1}
         assert ["model" in body for body in a.bodies] == [False] * 3 + [True] * 3
+
+
+def test_what_another_thread_submits_during_the_first_adapters_is_sampled_with_them(connect, adapted):
+    with VllmStandin() as a, ThreadPoolExecutor(1) as thread:
+        rollout, submitted = connect(a), []
+        config, tensors = adapters(adapted)
+
+        def sent():
+            submitted.append(thread.submit(rollout.generate, [prompt_sample([10])], SAMPLING))
+            with suppress(TimeoutError):
+                submitted[0].result(0.3)  # while the server is paused
+            yield from tensors
+
+        rollout.update_adapter(config, sent())
+        (sample,) = submitted[0].result(60)
+        assert sample.version == 1 and ["model" in body for body in a.bodies] == [True]
+
+
+def test_what_a_callback_submits_before_the_first_adapters_is_finished_before_them(connect, adapted):
+    """It runs in the thread of the requests, which must not wait for the update."""
+    with VllmStandin(latency=0.01) as a:
+        rollout, later = connect(a), []
+        again = lambda *_: later.append(rollout.submit([prompt_sample([11])], SAMPLING))  # noqa: E731
+        rollout.submit([prompt_sample([10])], SAMPLING, on_finished=again)
+        rollout.update_adapter(*adapters(adapted))
+        assert later[0].result(60)[0].version == 0
 
 
 def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):

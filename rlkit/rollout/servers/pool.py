@@ -115,9 +115,9 @@ class ServerPool:
         first = rank * len(self.servers) // ranks
         self.in_turn = self.servers[first:] + self.servers[:first]
         self.load = SharedLoad(names, store)
-        self._loop, thread = start_event_loop("rlkit-servers")
+        self._loop, self.thread = start_event_loop("rlkit-servers")
         self._sequences_finished, self._session = self.run(self._open_session())
-        self.close = weakref.finalize(self, _close, self._loop, thread, self._session)
+        self.close = weakref.finalize(self, _close, self._loop, self.thread, self._session)
 
     @staticmethod
     async def _open_session() -> tuple[asyncio.Condition, Any]:

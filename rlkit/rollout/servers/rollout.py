@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -105,6 +107,7 @@ class ServerRollout(ABC):
         self.group: TransferGroup | None = None
         self.group_members: list[tuple[Server, int]] = []
         self.in_flight: set[Future[list[Sample]]] = set()
+        self.submission = threading.Lock()  # held while requests are submitted, or what they name changes
         self.asleep = self.update_failed = False
         self.pool = ServerPool(
             urls,
@@ -202,22 +205,24 @@ class ServerRollout(ABC):
         on_finished: OnFinished | None = None,
     ) -> Future[list[Sample]]:
         """Start `generate` without waiting for its result. Cancelling the future aborts the requests on the servers."""
-        if self.update_failed:
-            raise RuntimeError(
-                "generate: expected servers with the trainer's weights, got servers whose last weight update failed; "
-                "call update_weights again first"
-            )
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
         self._check_media(requests)
         jobs: list[Job] = []
-        for request, request_sampling in zip(requests, params, strict=True):
-            for start in range(0, n, self.max_samples):
-                count = min(self.max_samples, n - start)
-                body = self._request_body(request, request_sampling, start, count)
-                jobs.append(Job(len(jobs), request, request.number * n + start, count, body))
-        samples = self.pool.start(self._run(jobs, n, on_finished))
-        self.in_flight.add(samples)
+        in_callback = threading.current_thread() is self.pool.thread  # of samples in flight, which an update waits for
+        with nullcontext() if in_callback else self.submission:
+            if self.update_failed:
+                raise RuntimeError(
+                    "generate: expected servers with the trainer's weights, got servers whose last weight update "
+                    "failed; call update_weights again first"
+                )
+            for request, request_sampling in zip(requests, params, strict=True):
+                for start in range(0, n, self.max_samples):
+                    count = min(self.max_samples, n - start)
+                    body = self._request_body(request, request_sampling, start, count)
+                    jobs.append(Job(len(jobs), request, request.number * n + start, count, body))
+            samples = self.pool.start(self._run(jobs, n, on_finished))
+            self.in_flight.add(samples)
         samples.add_done_callback(self.in_flight.discard)
         return samples
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -116,9 +117,8 @@ class VllmServerRollout(ServerRollout):
         """
         on_cpu = all(server.device == "cpu" for server in self.pool.servers)
         check_weight_updates_work(self.config, on_cpu=on_cpu)
-        self._finish_requests_of_another_adapter(None)
-        super().update_weights(weights)
-        self.adapter = None
+        with self._changed_adapter(None):
+            super().update_weights(weights)
 
     def update_adapter(self, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send LoRA adapters only, about a hundredth of the weights. The base model stays as the servers loaded it.
@@ -135,9 +135,8 @@ class VllmServerRollout(ServerRollout):
             RuntimeError: a server did not receive the adapters, cannot use all of them, or has base weights other than
                 those that the adapters were trained on. The servers stay paused until another call succeeds.
         """
-        self._finish_requests_of_another_adapter(ADAPTER_NAME)
-        self._update("update_adapter", weights, partial(self._send_adapter, config))
-        self.adapter = ADAPTER_NAME
+        with self._changed_adapter(ADAPTER_NAME):
+            self._update("update_adapter", weights, partial(self._send_adapter, config))
 
     def check_adapter(self, names: Iterable[str], rank: int) -> None:
         """Raise a ValueError unless all servers can take an adapter with these tensor names and this rank."""
@@ -158,14 +157,22 @@ class VllmServerRollout(ServerRollout):
         self._post_all("/update_weight_version", {"new_version": str(self.sent_version)})
         self._reset_caches_and_resume()
 
-    def _finish_requests_of_another_adapter(self, next_adapter: str | None) -> None:
-        """Wait for the samples of this rank whose requests do not name this adapter, also those not sent yet.
+    @contextmanager
+    def _changed_adapter(self, next_adapter: str | None) -> Iterator[None]:
+        """Around an update: if requests name another adapter after it, those of this rank are finished before it, also
+        those not sent yet, and other threads submit theirs after it.
 
         They would be sampled with the old weights, and called samples of the new version. Those that a failed update
         has paused are not waited for.
         """
-        if next_adapter != self.adapter and not self.update_failed:
-            wait(list(self.in_flight))
+        if next_adapter == self.adapter:
+            yield
+            return
+        with self.submission:
+            while not self.update_failed and (unfinished := [x for x in list(self.in_flight) if not x.done()]):
+                wait(unfinished)
+            yield
+            self.adapter = next_adapter
 
     def _pause(self, next_adapter: str | None) -> None:
         """Pause generation. Requests in flight continue after the update if the adapter stays the same; otherwise they
