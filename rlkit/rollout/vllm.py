@@ -115,11 +115,9 @@ class VllmRollout:
         _check_routing(options, on_gpu=self.on_gpu)
         config = config_or_empty(model, trust_remote_code=trust_remote_code)
         check_windows_work(config, max_model_len)
-        tokenizer = getattr(processor, "tokenizer", processor)
-        if self.on_gpu and config.model_type and os.environ.get(RUNNER_VARIABLE) != "0":  # before minutes of starting
-            check_suppressed_token_ids(suppressed_token_ids(thinker_config(config), tokenizer).tolist())
         needed = family_options(model, config)
         if self.on_gpu:
+            _check_logit_biases(config, processor)
             dtype, options = dtype or "bfloat16", with_family_options(needed, options)
         else:
             dtype, on_cpu = cpu_dtype_and_options(config, dtype)
@@ -144,9 +142,8 @@ class VllmRollout:
         )
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
         self.config = config = thinker_config(self.llm.model_config.hf_config)
+        tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
-        if self.llm.llm_engine.vllm_config.use_v2_model_runner:
-            check_suppressed_token_ids(self.suppressed_token_ids)
         started = self.llm.model_config
         self.end_token_ids = end_token_ids(tokenizer, started.try_get_generation_config().get("eos_token_id"))
         self.max_model_len = started.max_model_len
@@ -360,6 +357,20 @@ class VllmRollout:
         return samples
 
 
+def _checked_dtype(dtype: str | None) -> str | None:
+    """None for the default, which is vLLM's "auto" too; a ValueError for an unknown name."""
+    if dtype not in (None, "auto", *DTYPES):
+        raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return None if dtype == "auto" else dtype
+
+
+def _check_logit_biases(config: Any, processor: Any) -> None:
+    """Before minutes of starting an engine on a GPU, raise a ValueError if more tokens are suppressed than it takes."""
+    if config.model_type and os.environ.get(RUNNER_VARIABLE) != "0":
+        tokenizer = getattr(processor, "tokenizer", processor)
+        check_suppressed_token_ids(suppressed_token_ids(thinker_config(config), tokenizer).tolist())
+
+
 # --- the engine in the trainer's process
 
 
@@ -408,13 +419,6 @@ def import_vllm() -> Any:
 def is_supported(version: str) -> bool:
     """Whether this is a version of vLLM that rlkit is tested with."""
     return SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]
-
-
-def _checked_dtype(dtype: str | None) -> str | None:
-    """The dtype that is asked for; None for vLLM's "auto"."""
-    if dtype not in (None, "auto", *DTYPES):
-        raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
-    return None if dtype == "auto" else dtype
 
 
 def _check_routing(options: Mapping[str, Any], *, on_gpu: bool) -> None:
