@@ -129,8 +129,7 @@ def main(cfg: Config) -> None:
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     others = other_answer if cfg.baseline else None
     encode = runs.answer_encoder(cfg, run, path, processor, engine, own_answer, others)
-    # Evaluate each prompt once; order rows so that a pair's two rows are not neighbours, as z_0
-    # needs mismatched completions.
+    # each prompt once; a pair's two rows are not neighbours, as z_0 needs mismatched completions
     first = set(first_of_sources(task.heldout))
     rows = sorted(enumerate(task.heldout), key=lambda one: one[0] not in first)
     heldout = encode(with_other_answers(rows))

@@ -44,7 +44,7 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    steps: int = 110
+    steps: int = 120
     prompts_per_step: int = 64
     mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
@@ -65,9 +65,9 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """Clip range of the value loss: how far a value may move from its estimate before the step."""
     gamma: runs.UnitInterval = 1.0
     """Discount factor per token."""
-    length_adaptive_alpha: runs.PositiveFloat = 1.0
-    """Lambda of the policy's advantages is 1 - 1 / (alpha l) for an answer of l tokens. The
-    paper's 0.05 is for answers of hundreds of tokens: below 20 tokens lambda is 0."""
+    length_adaptive_alpha: runs.PositiveFloat = 10.0
+    """Lambda of the policy's advantages is 1 - 1 / (alpha l) for an answer of l tokens. Set the
+    paper's 0.05 for long answers; up to 20 tokens it gives a lambda of 0."""
     critic_lam: runs.UnitInterval = 1.0
     """Lambda of the critic's targets; 1: the rewards alone."""
     lm_coef: runs.NonNegativeFloat = 0.1

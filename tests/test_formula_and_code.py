@@ -62,7 +62,10 @@ def test_what_is_called_is_on_the_page(page):
     private = {
         *re.findall(r"(?<![.\w])(_\w+)\(", shown),
         "masked_ratio",
-        "centre",
+        "rewards_and_groups",
+        "group_mean",
+        "group_std",
+        "zero_unscored",
         "recurrence",
         "trained",
         "sequences",

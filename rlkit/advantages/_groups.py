@@ -1,10 +1,10 @@
 """Statistics of groups of samples: every result is per sample, that of the sample's group.
 
-A sample that was not scored (a reward that is not finite) is left out before the formula and put back after it:
+Samples that were not scored (rewards that are not finite) are a group of their own, whose result is 0 in the end:
 
-    r, group = scored_samples(rewards, group_ids)  # [S], S <= B
+    r, group = rewards_and_groups(rewards, group_ids)
     advantages = r - group_mean(r, group)
-    return with_unscored(advantages, rewards)  # [B]
+    return zero_unscored(advantages, rewards)
 
 All in float64: a group's rounding error must not be scaled up to an advantage.
 """
@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 
-def scored_samples(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(rewards in float64, groups numbered from 0) of the samples that were scored: [S] both."""
+def rewards_and_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(rewards in float64, groups numbered from 1), [B] both; samples that were not scored have reward 0, group 0."""
     scored = rewards.isfinite()
-    return rewards[scored].double(), group_index(group_ids[scored])
+    return torch.where(scored, rewards.double(), 0), torch.where(scored, group_index(group_ids) + 1, 0)
 
 
-def with_unscored(x: Tensor, rewards: Tensor) -> Tensor:
-    """[B]: x [S] of the scored samples, and 0 for the others; float32, or float64 if the rewards are."""
-    of_all = x.new_zeros(len(rewards)).masked_scatter(rewards.isfinite(), x)
-    return in_dtype_of(rewards, of_all)
+def zero_unscored(x: Tensor, rewards: Tensor) -> Tensor:
+    """[B]: x, 0 for the samples that were not scored; float32, or float64 if the rewards are."""
+    return in_dtype_of(rewards, torch.where(rewards.isfinite(), x, 0))
 
 
 def group_index(group_ids: Tensor) -> Tensor:
@@ -32,7 +31,8 @@ def group_index(group_ids: Tensor) -> Tensor:
 
 def group_sum(x: Tensor, group: Tensor) -> Tensor:
     """[B, ...]: the sum of x [B, ...] over the group of each sample."""
-    return torch.zeros_like(x).index_add(0, group, x)[group]  # there are at most B groups
+    groups = len(x) + 1  # at most: B, and that of the samples that were not scored
+    return x.new_zeros(groups, *x.shape[1:]).index_add(0, group, x)[group]
 
 
 def group_size(group: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def group_size(group: Tensor) -> Tensor:
 
 def group_max(x: Tensor, group: Tensor) -> Tensor:
     """[B]: the largest x of the group of each sample."""
-    return torch.full_like(x, -torch.inf).scatter_reduce(0, group, x, "amax")[group]
+    return x.new_full((len(x) + 1,), -torch.inf).scatter_reduce(0, group, x, "amax")[group]
 
 
 def group_min(x: Tensor, group: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from rlkit.advantages._groups import (
     group_size,
     group_sum,
     in_dtype_of,
-    scored_samples,
-    with_unscored,
+    rewards_and_groups,
+    zero_unscored,
 )
 
 
@@ -33,10 +33,10 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
         [B].
     """
     check.groups(group_ids, rewards=rewards)
-    r, group = scored_samples(rewards, group_ids)
+    r, group = rewards_and_groups(rewards, group_ids)
     size = group_size(group)
     advantages = size / (size - 1).clamp(min=1) * (r - group_mean(r, group))
-    return with_unscored(advantages, rewards)
+    return zero_unscored(advantages, rewards)
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
@@ -86,17 +86,17 @@ def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: flo
     check.shape("roles", roles, tuple(rewards.shape), "as rewards")
     check.rank("baselines", baselines, 1, "[R]")
     check.share(decay=decay)
-    scored = rewards.isfinite()
-    r, roles = rewards[scored].double(), roles[scored]
+    scored, samples = rewards.isfinite(), len(rewards)
+    r = torch.where(scored, rewards.double(), 0)
     # a baseline is wanted before each sample, and at the end of each role
     wanted = torch.cat([roles, torch.arange(len(baselines), device=roles.device)])
-    earlier = (wanted[:, None] == roles).tril(-1)  # [i, j]: sample j has the role of i and comes before it
+    earlier = (wanted[:, None] == roles).tril(-1) & scored  # [i, j]: sample j counts, has the role of i and precedes it
     seen = earlier.sum(1).double()
-    between = (seen[:, None] - seen[: len(r)] - 1).clamp(min=0)  # [i, j]: samples of that role after j and before i
+    between = (seen[:, None] - seen[:samples] - 1).clamp(min=0)  # [i, j]: samples of that role after j and before i
     weights = torch.where(earlier, (1 - decay) * decay**between, 0)
     running = decay**seen * baselines.double()[wanted] + weights @ r
-    before, after = running[: len(r)], running[len(r) :]
-    return AdvantagesAndBaselines(with_unscored(r - before, rewards), in_dtype_of(rewards, after))
+    before, after = running[:samples], running[samples:]
+    return AdvantagesAndBaselines(zero_unscored(r - before, rewards), in_dtype_of(rewards, after))
 
 
 def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Tensor:
@@ -142,10 +142,10 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tenso
         [B].
     """
     check.groups(group_ids, rewards=rewards, lengths=lengths)
-    r, group = scored_samples(rewards, group_ids)
-    lengths = lengths[rewards.isfinite()].double()
+    r, group = rewards_and_groups(rewards, group_ids)
+    lengths = lengths.double()
     advantages = r - group_mean(r, group, weights=lengths)
-    return with_unscored(torch.where(group_sum(lengths, group) > 0, advantages, 0), rewards)
+    return zero_unscored(torch.where(group_sum(lengths, group) > 0, advantages, 0), rewards)
 
 
 def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
@@ -166,12 +166,12 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = o
         [B]; all 0 if no group is informative.
     """
     check.groups(group_ids, rewards=rewards)
-    r, group = scored_samples(rewards, group_ids)
+    r, group = rewards_and_groups(rewards, group_ids)
     informative = group_min(r, group) < group_max(r, group)
-    counts = torch.stack([r.new_tensor(len(r)), informative.sum()])
+    counts = torch.stack([rewards.isfinite().sum(), informative.sum()]).double()
     samples, useful = global_sum(counts).to(r.device)
     advantages = samples / useful.clamp(min=1) * (r - group_mean(r, group))
-    return with_unscored(advantages, rewards)
+    return zero_unscored(advantages, rewards)
 
 
 def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -193,10 +193,10 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
         [B]; 0 where the mean of the group is not above 0.
     """
     check.groups(group_ids, rewards=rewards)
-    r, group = scored_samples(rewards, group_ids)
+    r, group = rewards_and_groups(rewards, group_ids)
     mean = group_mean(r, group)
     advantages = (r - mean) / torch.where(mean > 0, mean, 1)
-    return with_unscored(torch.where(mean > 0, advantages, 0), rewards)
+    return zero_unscored(torch.where(mean > 0, advantages, 0), rewards)
 
 
 def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: float = 0.5, eps: float = 1e-6) -> Tensor:
@@ -225,14 +225,14 @@ def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: floa
     check.groups(group_ids, rewards=rewards)
     check.positive(k=k)
     check.not_negative(eps=eps)
-    r, group = scored_samples(rewards, group_ids)
+    r, group = rewards_and_groups(rewards, group_ids)
     passed, size = r > threshold, group_size(group)
     failed = size - group_sum(passed.double(), group)
     all_fail = _subset_ratio(failed, size, k)
     others_fail = _subset_ratio(failed - 1, size - 1, k - 1)
     scale = (all_fail * (1 - all_fail)).sqrt() + eps
     advantages = torch.where(passed, all_fail, all_fail - others_fail) / torch.where(scale > 0, scale, 1)
-    return with_unscored(advantages, rewards)
+    return zero_unscored(advantages, rewards)
 
 
 def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -249,11 +249,11 @@ def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor
         [B], >= 0.
     """
     check.groups(group_ids, rewards=rewards)
-    r, group = scored_samples(rewards, group_ids)
+    r, group = rewards_and_groups(rewards, group_ids)
     is_best = r == group_max(r, group)
     best_of_others = group_max(torch.where(is_best, -torch.inf, r), group)
     alone = is_best & (group_sum(is_best.double(), group) == 1) & (group_size(group) > 1)
-    return with_unscored(torch.where(alone, r - best_of_others, 0), rewards)
+    return zero_unscored(torch.where(alone, r - best_of_others, 0), rewards)
 
 
 def _subset_ratio(part: Tensor, whole: Tensor, k: int) -> Tensor:

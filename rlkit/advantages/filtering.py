@@ -10,8 +10,8 @@ from rlkit.advantages._groups import (
     group_min,
     group_size,
     group_sum,
-    scored_samples,
-    with_unscored,
+    rewards_and_groups,
+    zero_unscored,
 )
 
 
@@ -61,12 +61,12 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
     check.not_negative(best=best, worst=worst)
     if best + worst > 1:
         check.fail("best + worst", best + worst, "at most 1")
-    r, group = scored_samples(rewards, group_ids)
+    r, group = rewards_and_groups(rewards, group_ids)
     size = group_size(group)
     p = _shared(r == group_max(r, group), group)
     q = _shared(r == group_min(r, group), group)
     weights = best * p + worst * q + (1 - best - worst) * (1 - p) / (size - 1).clamp(min=1)
-    return with_unscored(torch.where(size > 1, weights, 1), rewards)
+    return zero_unscored(torch.where(size > 1, weights, 1), rewards)
 
 
 def pf_ppo_power_weights(rewards: Tensor, group_ids: Tensor, power: float = 2.0) -> Tensor:
@@ -90,10 +90,10 @@ def pf_ppo_power_weights(rewards: Tensor, group_ids: Tensor, power: float = 2.0)
     """
     check.groups(group_ids, rewards=rewards)
     check.not_negative(power=power)
-    r, group = scored_samples(rewards, group_ids)
+    r, group = rewards_and_groups(rewards, group_ids)
     powers = r.abs().pow(power)
     powers = torch.where(group_sum(powers, group) > 0, powers, 1)
-    return with_unscored(powers / group_sum(powers, group), rewards)
+    return zero_unscored(powers / group_sum(powers, group), rewards)
 
 
 def pf_ppo_indices(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:

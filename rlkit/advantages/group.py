@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit.advantages._groups import group_mean, group_size, group_std, group_sum, root, scored_samples, with_unscored
+from rlkit.advantages._groups import (
+    group_mean,
+    group_size,
+    group_std,
+    group_sum,
+    rewards_and_groups,
+    root,
+    zero_unscored,
+)
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
@@ -26,9 +34,9 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Te
     """
     check.groups(group_ids, rewards=rewards)
     check.not_negative(eps=eps)
-    r, group = scored_samples(rewards, group_ids)
+    r, group = rewards_and_groups(rewards, group_ids)
     advantages = (r - group_mean(r, group)) / (group_std(r, group) + eps)
-    return with_unscored(advantages, rewards)
+    return zero_unscored(advantages, rewards)
 
 
 def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
@@ -51,14 +59,14 @@ def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float
     """
     check.groups(group_ids, rewards=rewards)
     check.not_negative(eps=eps)
-    r, group = scored_samples(rewards, group_ids)
+    r, group = rewards_and_groups(rewards, group_ids)
     size, centred = group_size(group), r - group_mean(r, group)
     difference = centred * size / (size - 1).clamp(min=1)  # r_i - m_i
     squares = group_sum(centred.square(), group)
     squares_of_others = squares - centred * difference  # sum over j != i of (r_j - m_i)^2
     differ = squares_of_others > 1e-12 * squares  # below that it is rounding: the others' rewards are equal
     std = root(torch.where(differ, squares_of_others / (size - 2).clamp(min=1), 1))
-    return with_unscored(difference / torch.where(differ, std + eps, 1), rewards)
+    return zero_unscored(difference / torch.where(differ, std + eps, 1), rewards)
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -71,8 +79,8 @@ def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
         [B]; 0 for a group of one.
     """
     check.groups(group_ids, rewards=rewards)
-    r, group = scored_samples(rewards, group_ids)
-    return with_unscored(r - group_mean(r, group), rewards)
+    r, group = rewards_and_groups(rewards, group_ids)
+    return zero_unscored(r - group_mean(r, group), rewards)
 
 
 def expand_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:

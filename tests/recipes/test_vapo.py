@@ -82,9 +82,9 @@ def test_options_change_what_they_should(warm_dir, tmp_path):
     assert usual["loss"] == pytest.approx(0.1 * usual["lm_loss"], abs=1e-5)  # whitened advantages, ratios of 1
     without = first(tmp_path / "without", warm_dir, "--lm_coef", 0.0)
     assert without["loss"] == pytest.approx(0, abs=1e-5)
-    longer = first(tmp_path / "longer", warm_dir, "--length_adaptive_alpha", 100)
+    smaller = first(tmp_path / "smaller", warm_dir, "--length_adaptive_alpha", 0.6)
     # not its loss, which the whitening makes that of the imitation alone
-    assert longer["grad_norm"] != usual["grad_norm"] and longer["critic/loss"] == usual["critic/loss"]
+    assert smaller["grad_norm"] != usual["grad_norm"] and smaller["critic/loss"] == usual["critic/loss"]
 
 
 def test_lambdas_of_policy_and_critic(warm_dir, tmp_path):
