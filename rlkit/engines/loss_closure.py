@@ -45,11 +45,13 @@ def check_output_names(names: Sequence[str], known: Sequence[str]) -> None:
 def compute_loss(loss_fn: LossFn, out: Outputs, micro_batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch, and its metrics: the closure's own and `loss`, detached copies.
 
+    The loss has no gradient if the outputs have none: rows of text, if only the projector of images trains.
+
     Raises:
-        ValueError: the loss is not a 0-d tensor, or has no gradient.
+        ValueError: the loss is not a 0-d tensor, or has no gradient though the outputs have one.
     """
     loss, metrics = loss_fn(out, micro_batch)
-    if loss.ndim or not loss.requires_grad:
+    if loss.ndim or loss.requires_grad < out.dummy_loss.requires_grad:
         got = f"shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
         raise ValueError(f"loss_fn: expected a 0-d loss that requires grad, got {got}")
     metrics = {"loss": loss, **metrics}

@@ -379,6 +379,19 @@ def test_frozen_layers_of_the_language_model_are_units(tiny_dir, processor):
     assert all(".merger." in name or ".patch_embed." in name for name in gradients(engine))
 
 
+def test_rows_of_text_have_no_gradient_if_only_the_projector_trains(tiny_dir, processor):
+    grads = []
+    for budget in (16384, 90):  # one micro-batch, and some of text alone
+        model = load_model(tiny_dir)
+        freeze(model, r"language_model|lm_head|visual\.(blocks|patch_embed)")
+        engine = engine_for(tiny_dir, model=model, micro_batch_tokens=budget)
+        engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
+        grads.append(gradients(engine))
+    assert grads[0].keys() == grads[1].keys() and all(".merger." in name for name in grads[0])
+    for name, gradient in grads[0].items():
+        torch.testing.assert_close(grads[1][name], gradient, msg=name)
+
+
 def test_lora_trains_adapters_alone_and_merges(tiny_dir, processor):
     model = lora(load_model(tiny_dir), 4, 8)
     engine = engine_for(tiny_dir, model=model)

@@ -230,7 +230,8 @@ class Fsdp2Engine(OffloadingEngine):
             micro_batch = batch.select(rows)
             out = self._forward(micro_batch, outputs, dummy, logit_functions)
             loss, micro_batch_metrics = compute_loss(loss_fn, out, micro_batch.to(self.device))
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             metrics.append(micro_batch_metrics)
         self._complete_gradients()
         grad_norm = self._clip_gradients().item()
