@@ -150,10 +150,11 @@ def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
+    runs.check_range("critic_warmup", cfg.critic_warmup, 0, cfg.steps - 1)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
     path, processor = runs.find_model(cfg, run, task.train)
     updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-    policy_steps = max(cfg.steps - cfg.critic_warmup, 1) * updates_per_batch
+    policy_steps = (cfg.steps - cfg.critic_warmup) * updates_per_batch
     engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
     critic = build_critic(cfg, path, processor, cfg.steps * updates_per_batch)
     rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])

@@ -185,11 +185,15 @@ def evaluate_when_due(cfg: Any, run: Run, evaluate: Callable[[str], Any], engine
 def out_of_patience(cfg: Any, run: Run) -> bool:
     """Whether training is to end after an evaluation: none of the last `cfg.patience` was better than the best before.
 
-    All ranks call this together after `evaluate_when_due`. A line says so.
+    All ranks call this together after `evaluate_when_due`. A line says so. Evaluations during `cfg.critic_warmup`, of a
+    policy that is not trained yet, do not count.
     """
     if not _is_due(cfg, run.step + 1):
         return False
-    best, since = decided_by_rank_0(lambda: best_step(_evaluations(run)))
+    warmup = getattr(cfg, "critic_warmup", 0)
+    best, since = decided_by_rank_0(
+        lambda: best_step([one for one in _evaluations(run) if not 0 < one["step"] <= warmup])
+    )
     stops = 0 < cfg.patience <= since
     if stops and run.is_main_process:
         run.print(f"no evaluation since step {best} was better: training ends after {run.step + 1} steps (--patience)")

@@ -269,6 +269,14 @@ def test_training_ends_when_nothing_is_better_any_more(tmp_path, capsys):
     assert "no evaluation since step 1 was better: training ends after 3 steps" in capsys.readouterr().out
 
 
+def test_patience_begins_when_the_policy_trains(tmp_path):
+    """In --critic_warmup its evaluations equal the one before training."""
+    accuracies = [0.5, 0.5, 0.5, 0.5, 0.4, 0.6, 0.3, 0.3, 0.3]
+    _, best, steps = train(tmp_path / "warm-up", accuracies, patience=2, critic_warmup=3)
+    assert (best, steps) == (5, 7)
+    assert train(tmp_path / "worse", [0.5, 0.5, 0.5, 0.4, 0.4, 0.6], patience=2, critic_warmup=2)[2] == 4
+
+
 def test_a_run_resumed_where_it_should_end_does_not_train(tmp_path, capsys):
     """It was killed after the evaluation that ends it, or has been given --patience now."""
     accuracies = [0.1, 0.5, 0.4, 0.3, 0.9]
