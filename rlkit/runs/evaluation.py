@@ -228,7 +228,7 @@ def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
     """Export the final model to `best` if its evaluation is the best one, and write `best_step` to eval.json.
 
     If `best` has the model of another step, because an interruption lost the best one, it is renamed. If it has none,
-    because `cfg.keep_best` was not given at the best step, a line says so.
+    because the model before training is the best or `cfg.keep_best` was not given at the best step, a line says so.
     """
     if not getattr(cfg, "keep_best", False) or is_replay():
         return
@@ -240,6 +240,8 @@ def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         (run.out / "best").rename(aside)
         run.print(f"the best model, that of step {best}, was lost by an interruption; {aside} has another one")
+    if run.is_main_process and best == 0:
+        run.print("no evaluation was better than the one before training, so best/ has no model (--keep_best)")
     run.log_evaluation(best_step=best)
 
 

@@ -251,9 +251,13 @@ def test_the_last_model_may_be_the_best(tmp_path):
     assert train(tmp_path, [0.1, 0.2, 0.6])[:2][1] == 2
 
 
-def test_a_model_that_only_becomes_worse_is_not_kept(tmp_path):
-    found, best, _ = train(tmp_path, [0.9, 0.2, 0.6])
+def test_a_model_that_only_becomes_worse_is_not_kept(tmp_path, capsys):
+    found, best, _ = train(tmp_path / "worse", [0.9, 0.2, 0.6])
     assert best is None and found["best_step"] == 0
+    line = "no evaluation was better than the one before training, so best/ has no model (--keep_best)\n"
+    assert capsys.readouterr().out.endswith(line)
+    train(tmp_path / "better", [0.5, 0.2, 0.6])
+    assert line not in capsys.readouterr().out
 
 
 def test_every_third_step(tmp_path):
