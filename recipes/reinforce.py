@@ -138,7 +138,8 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             if reference:
                 batch.add(ref_logprobs=reference(batch))
-                kl = kl_k1(batch.rollout_logprobs, batch.ref_logprobs, batch.mask)
+                logprobs = engine.infer_batch(batch)["logprobs"]
+                kl = kl_k1(logprobs, batch.ref_logprobs, batch.mask)
                 rewards = kl_in_reward(rewards, kl, batch.mask, cfg.kl_coef)
             batch.add(advantages=advantages(rewards, batch, cfg, engine.global_sum))
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
