@@ -165,7 +165,7 @@ def main(cfg: Config) -> None:
 
     gen_batches_done = state.get("gen_batches_done", 0)  # the position in the data
     rows = rows_of_steps(task.train, count(gen_batches_done), cfg.gen_batch_size, cfg.seed)
-    gen_batches = runs.prefetch(map(sampler.encode, rows))
+    gen_batches = runs.prefetch(map(sampler.encode, rows), run)
     for step in run.steps(state["step"], cfg.steps):
         sampled = sample_groups(gen_batches, gen_batches_done, cfg, sampler, engine)
         gen_batches_done += sampled.num_gen_batches

@@ -74,6 +74,7 @@ def table(tasks: dict[str, dict[str, float]]) -> str:
 
 def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
     """This rank's answers to its share of some rows, as JSON objects, and what it counted."""
+    sampler.run.phase("encode")
     prompts = sampler.encode(rows)
     greedy = sampler.sample(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
     sampled = runs.Answers()

@@ -172,7 +172,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
     failures, threads = Failures("reward"), cfg.reward_threads
     submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
     request_step = partial(request, cfg, prompts_of_steps, submit)

@@ -152,9 +152,8 @@ def main(cfg: Config) -> None:
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    answers_of_steps = runs.prefetch(map(encode, map(with_other_answers, rows)))
+    answers_of_steps = runs.prefetch(map(encode, map(with_other_answers, rows)), run)
     for step in run.steps(start, cfg.steps):
-        run.phase("encode")
         answers = next(answers_of_steps)
         batch = rebalance_across_ranks(own_batch(answers.sequences), engine.data_parallel_group)
         good = engine.global_sum(batch.label.sum()).item()

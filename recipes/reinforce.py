@@ -122,7 +122,7 @@ def main(cfg: Config) -> None:
 
     loss_fn = partial(policy_loss, cfg=cfg)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))

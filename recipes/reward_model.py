@@ -100,9 +100,8 @@ def main(cfg: Config) -> None:
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    pairs_of_steps = runs.prefetch(map(encode, rows))
+    pairs_of_steps = runs.prefetch(map(encode, rows), run)
     for step in run.steps(start, cfg.steps):
-        run.phase("encode")
         pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
         tokens, skipped = sum(batch.lengths), len(pairs.skipped)

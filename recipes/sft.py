@@ -66,9 +66,8 @@ def main(cfg: Config) -> None:
     evaluate = partial(evaluate_chats, run=run, engine=engine, sampler=sampler, chats=heldout)
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    chats_of_steps = runs.prefetch(map(encode, rows))
+    chats_of_steps = runs.prefetch(map(encode, rows), run)
     for step in run.steps(start, cfg.steps):
-        run.phase("encode")
         chats = next(chats_of_steps)
         batch = rebalance_across_ranks(collate(chats.sequences), engine.data_parallel_group)
         counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(chats.skipped))

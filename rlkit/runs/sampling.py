@@ -200,10 +200,10 @@ class PolicySampler:
                 "servers record them with --enable-return-routed-experts"
             )
 
-    def greedy(self, prompts: Prompts, *, training: bool = True) -> Answers:
-        """A greedy answer to each prompt with the trainer's current weights, scored."""
+    def greedy(self, prompts: Prompts, *, phase: str = "generate", training: bool = True) -> Answers:
+        """`sync_and_sample` of one greedy answer to each prompt."""
         sampling = Sampling(self.cfg.max_new_tokens, temperature=0.0)
-        return self.sync_and_sample(prompts, sampling, phase="evaluate", training=training)
+        return self.sync_and_sample(prompts, sampling, phase=phase, training=training)
 
     def _scored(self, prompts: Prompts, phase: str, generated: list[Sample]) -> Answers:
         """Wait until all answers are scored, and return them with their rewards."""
