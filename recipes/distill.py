@@ -182,7 +182,7 @@ def main(cfg: Config) -> None:
     rollout = runs.build_rollout(cfg, path, processor, engine)
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
-    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares="nothing")
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 

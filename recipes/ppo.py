@@ -182,7 +182,7 @@ def main(cfg: Config) -> None:
     rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
     state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
 
-    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares="batch")
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     start = state["step"]
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)

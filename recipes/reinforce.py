@@ -105,8 +105,9 @@ def greedy_rewards(sampler, prompts, group_ids):
 
 
 def main(cfg: Config) -> None:
-    if cfg.advantage not in ("remax", "reinforce_plus_plus"):
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared
+    compares = "batch" if cfg.advantage in ("remax", "reinforce_plus_plus") else "group"
+    if compares == "group":
+        runs.check_range("group_size", cfg.group_size, 2)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
@@ -116,7 +117,7 @@ def main(cfg: Config) -> None:
     rollout = runs.build_rollout(cfg, path, processor, engine)
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
-    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares=compares)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 

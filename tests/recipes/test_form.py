@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -109,6 +110,29 @@ def test_every_recipe_evaluates_during_training(name):
     calls = ("save", "evaluate_when_due", "out_of_patience")
     saved, evaluated, ended = ([i for i, line in enumerate(body) if f"runs.{call}(" in line] for call in calls)
     assert saved < evaluated and ended == [evaluated[0] + 1] and body[ended[0]].endswith("break")
+
+
+COMPARED = {"ppo": "batch", "vapo": "batch", "distill": "nothing", "reinforce_plus_plus": "batch", "remax": "batch"}
+
+
+@pytest.mark.parametrize(
+    "name", [*sorted({*ON_POLICY} - {"grpo_async", "reinforce"}), "rloo", "remax", "reinforce_plus_plus"]
+)
+def test_recipes_say_which_rewards_they_compare(name, monkeypatch):
+    """So that a warning of equal rewards is given where nothing is learned from them, and not elsewhere."""
+
+    class Built(Exception):
+        pass
+
+    def sampler(*_, compares="group", **__):
+        raise Built(compares)
+
+    module = helpers.load(name if name in NAMES else "reinforce")
+    options = {"model": "some/model"} if name in NAMES else {"model": "some/model", "advantage": name}
+    set_up = {"with_epochs": lambda cfg, task: cfg, "find_model": lambda *_: ("", None), "PolicySampler": sampler}
+    monkeypatch.setattr(module, "runs", MagicMock(**set_up))
+    with pytest.raises(Built, match=f"^{COMPARED.get(name, 'group')}$"):
+        module.main(module.Config(**options))
 
 
 # --- shared options
