@@ -169,6 +169,7 @@ def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
 
 def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    runs.check_range("pf_ppo_best + pf_ppo_worst", cfg.pf_ppo_best + cfg.pf_ppo_worst, 0, 1)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     runs.check_range("critic_warmup", cfg.critic_warmup, 0, cfg.steps - 1)
