@@ -70,6 +70,10 @@ LOSSES = REFERENCE_LOSSES | PER_TOKEN_LOSSES | OTHER_LOSSES
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 200
+    prompts_per_step: runs.PositiveInt = 32
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     loss: str = "dpo"
     """dpo, robust, ipo, hinge, apo_zero, apo_down, exo, nca, sppo, discopop, alpha_divergence,
     forward_kl, js; without a reference model: simpo, alphapo, orpo, slic."""

@@ -41,7 +41,10 @@ from rlkit.losses import (
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
-    prompts_per_step: int = 64
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 200
+    prompts_per_step: runs.PositiveInt = 64
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     beta: runs.PositiveFloat = 0.1
     """Beta of the loss: larger keeps the policy closer to the reference."""
     desirable_weight: runs.NonNegativeFloat = 1.0

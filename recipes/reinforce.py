@@ -53,12 +53,18 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 220
+    prompts_per_step: runs.PositiveInt = 64
+    group_size: runs.PositiveInt = 16
+    max_new_tokens: runs.NonNegativeInt = 4
+    temperature: runs.PositiveFloat = 1.0
+    tis_cap: runs.PositiveFloat = 2.0
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     advantage: Literal[
         "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
     ] = "rloo"
     """Advantage estimator, which sets the baseline."""
-    steps: int = 220
-    prompts_per_step: int = 64
     kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 

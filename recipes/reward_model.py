@@ -37,6 +37,10 @@ from rlkit.losses import bradley_terry_loss, preference_mean, preference_stats, 
 
 @dataclass
 class Config(runs.GivenAnswerOptions):
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 200
+    prompts_per_step: runs.PositiveInt = 32
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     centre_coef: runs.NonNegativeFloat = 0.0
     """Weight of the regulariser that keeps rewards around 0, for example 0.01."""
 

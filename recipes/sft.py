@@ -30,8 +30,10 @@ from rlkit.losses import token_mean
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
-    """One option of its own."""
-
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 200
+    prompts_per_step: runs.PositiveInt = 32
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     train_on: Literal["all", "last"] = "all"
     """Messages of the assistant that are trained: all of a chat, or the last one. Templates that
     remove the thinking of earlier messages allow the last one alone."""

@@ -44,8 +44,14 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    steps: int = 110
-    prompts_per_step: int = 64
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 110
+    prompts_per_step: runs.PositiveInt = 64
+    group_size: runs.PositiveInt = 16
+    max_new_tokens: runs.NonNegativeInt = 4
+    temperature: runs.PositiveFloat = 1.0
+    tis_cap: runs.PositiveFloat = 2.0
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
     ppo_epochs: runs.PositiveInt = 1

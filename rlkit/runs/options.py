@@ -1,7 +1,7 @@
 """Options that recipes share, and the checks of their values.
 
 A recipe's options are one flat dataclass that inherits these groups. It can add options of its own. To change the
-default of a shared option, it repeats the option without a help text:
+default of a shared option, or to have it in sight, it repeats the option without a help text:
 
     @dataclass
     class Config(PolicyOptions, TrainingOptions):
