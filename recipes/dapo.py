@@ -45,7 +45,14 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    steps: int = 150
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 150
+    prompts_per_step: runs.PositiveInt = 32
+    group_size: runs.PositiveInt = 16
+    max_new_tokens: runs.NonNegativeInt = 4
+    temperature: runs.PositiveFloat = 1.0
+    tis_cap: runs.PositiveFloat = 2.0
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     gen_batch_size: runs.PositiveInt = 48
     """Prompts per generation batch. A step samples such batches until --prompts_per_step prompts
     have answers with different rewards."""
@@ -165,7 +172,7 @@ def main(cfg: Config) -> None:
 
     gen_batches_done = state.get("gen_batches_done", 0)  # the position in the data
     rows = rows_of_steps(task.train, count(gen_batches_done), cfg.gen_batch_size, cfg.seed)
-    gen_batches = runs.prefetch(map(sampler.encode, rows))
+    gen_batches = runs.prefetch(map(sampler.encode, rows), run)
     for step in run.steps(state["step"], cfg.steps):
         sampled = sample_groups(gen_batches, gen_batches_done, cfg, sampler, engine)
         gen_batches_done += sampled.num_gen_batches

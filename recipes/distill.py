@@ -51,6 +51,14 @@ DIVERGENCES = {
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 120
+    prompts_per_step: runs.PositiveInt = 64
+    group_size: runs.PositiveInt = 4
+    max_new_tokens: runs.NonNegativeInt = 4
+    temperature: runs.PositiveFloat = 1.0
+    tis_cap: runs.PositiveFloat = 2.0
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     teacher: str = "tiny"
     """Directory or hub id of the teacher. "tiny" builds one like the student and fine-tunes it for
     longer."""
@@ -66,9 +74,6 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     the whole vocabulary, which keeps a copy of the teacher's output layer on every GPU."""
     beta: float = 0.5
     """With --loss jsd: the teacher's share of the mixture, above 0 and below 1."""
-    steps: int = 120
-    prompts_per_step: int = 64
-    group_size: int = 4
     ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
     mini_batches: runs.PositiveInt = 1
@@ -182,12 +187,12 @@ def main(cfg: Config) -> None:
     rollout = runs.build_rollout(cfg, path, processor, engine)
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
-    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares="nothing")
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))

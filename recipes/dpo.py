@@ -70,6 +70,10 @@ LOSSES = REFERENCE_LOSSES | PER_TOKEN_LOSSES | OTHER_LOSSES
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 200
+    prompts_per_step: runs.PositiveInt = 32
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     loss: str = "dpo"
     """dpo, robust, ipo, hinge, apo_zero, apo_down, exo, nca, sppo, discopop, alpha_divergence,
     forward_kl, js; without a reference model: simpo, alphapo, orpo, slic."""
@@ -208,9 +212,8 @@ def main(cfg: Config) -> None:
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    pairs_of_steps = runs.prefetch(map(encode, rows))
+    pairs_of_steps = runs.prefetch(map(encode, rows), run)
     for step in run.steps(start, cfg.steps):
-        run.phase("encode")
         pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
         counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(pairs.skipped))

@@ -74,6 +74,7 @@ def table(tasks: dict[str, dict[str, float]]) -> str:
 
 def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
     """This rank's answers to its share of some rows, as JSON objects, and what it counted."""
+    sampler.run.phase("encode")
     prompts = sampler.encode(rows)
     greedy = sampler.sample(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
     sampled = runs.Answers()
@@ -140,6 +141,8 @@ def worst_answers(answers: list[dict], tasks, cfg: Config, processor) -> list:
 
 
 def main(cfg: Config) -> None:
+    for k in cfg.pass_at:
+        runs.check_range("pass_at", k, 1)
     if cfg.group_size and cfg.group_size < min(cfg.pass_at, default=1):
         raise ValueError(
             f"pass_at: expected a k of at most group_size = {cfg.group_size}, got {cfg.pass_at}"

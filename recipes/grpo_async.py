@@ -48,7 +48,14 @@ from rlkit.rollout.serve import serving
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    steps: int = 130
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 130
+    prompts_per_step: runs.PositiveInt = 32
+    group_size: runs.PositiveInt = 16
+    max_new_tokens: runs.NonNegativeInt = 4
+    temperature: runs.PositiveFloat = 1.0
+    tis_cap: runs.PositiveFloat = 2.0
+    lr: runs.NonNegativeFloat = 1e-3  # of the tiny model; others: see --help
     max_staleness: runs.NonNegativeInt = 1
     """Maximum number of updates between the weights that sampled a token and those that train on
     it. 0: sample and train in turn."""
@@ -57,7 +64,6 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     clip_high: runs.NonNegativeFloat = 0.28
     """Upper bound of the ratio is 1 + clip_high."""
     rollout: str = "vllm_server"
-    lr: float = 1e-3
     max_mismatch: float = 1.0
 
 
@@ -172,7 +178,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
     failures, threads = Failures("reward"), cfg.reward_threads
     submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
     request_step = partial(request, cfg, prompts_of_steps, submit)

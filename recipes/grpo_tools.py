@@ -39,11 +39,18 @@ from rlkit.runs.tiny_tool_user import build_tiny_tool_user
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 30
+    prompts_per_step: runs.PositiveInt = 32
+    group_size: runs.PositiveInt = 8
+    max_new_tokens: runs.NonNegativeInt = 12
+    temperature: runs.PositiveFloat = 1.0
+    tis_cap: runs.PositiveFloat = 2.0
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    warmup_steps: runs.NonNegativeInt = 5
     task: str = "rlkit.rollout.image_tools:zoomed_digits"
     tool: str = "rlkit.rollout.image_tools:zoom"
     """The tool or environment: module:function or file.py:function. See docs/environments.md."""
-    steps: int = 30
-    group_size: int = 8
     ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
     mini_batches: runs.PositiveInt = 1
@@ -51,7 +58,6 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     per batch, the ratio is clipped."""
     max_turns: runs.PositiveInt = 2
     """Maximum number of turns of the policy per episode."""
-    max_new_tokens: int = 12
     max_response_tokens: runs.NonNegativeInt = 0
     """Maximum number of tokens per episode after the prompt, with tool output. 0: the rest of the
     context."""
@@ -67,7 +73,6 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """Upper bound of the ratio is 1 + clip_high."""
     kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the loss. 0: there is no reference model."""
-    warmup_steps: int = 5
 
 
 def policy_loss(out, mb, cfg: Config):
@@ -175,7 +180,7 @@ def main(cfg: Config) -> None:
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))

@@ -41,7 +41,10 @@ from rlkit.losses import (
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
-    prompts_per_step: int = 64
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 200
+    prompts_per_step: runs.PositiveInt = 64
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     beta: runs.PositiveFloat = 0.1
     """Beta of the loss: larger keeps the policy closer to the reference."""
     desirable_weight: runs.NonNegativeFloat = 1.0
@@ -150,9 +153,8 @@ def main(cfg: Config) -> None:
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    answers_of_steps = runs.prefetch(map(encode, map(with_other_answers, rows)))
+    answers_of_steps = runs.prefetch(map(encode, map(with_other_answers, rows)), run)
     for step in run.steps(start, cfg.steps):
-        run.phase("encode")
         answers = next(answers_of_steps)
         batch = rebalance_across_ranks(own_batch(answers.sequences), engine.data_parallel_group)
         good = engine.global_sum(batch.label.sum()).item()

@@ -53,12 +53,18 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 220
+    prompts_per_step: runs.PositiveInt = 64
+    group_size: runs.PositiveInt = 16
+    max_new_tokens: runs.NonNegativeInt = 4
+    temperature: runs.PositiveFloat = 1.0
+    tis_cap: runs.PositiveFloat = 2.0
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     advantage: Literal[
         "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
     ] = "rloo"
     """Advantage estimator, which sets the baseline."""
-    steps: int = 220
-    prompts_per_step: int = 64
     kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
@@ -105,8 +111,9 @@ def greedy_rewards(sampler, prompts, group_ids):
 
 
 def main(cfg: Config) -> None:
-    if cfg.advantage not in ("remax", "reinforce_plus_plus"):
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared
+    compares = "batch" if cfg.advantage in ("remax", "reinforce_plus_plus") else "group"
+    if compares == "group":
+        runs.check_range("group_size", cfg.group_size, 2)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
@@ -116,13 +123,13 @@ def main(cfg: Config) -> None:
     rollout = runs.build_rollout(cfg, path, processor, engine)
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
-    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares=compares)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     loss_fn = partial(policy_loss, cfg=cfg)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -138,7 +145,8 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             if reference:
                 batch.add(ref_logprobs=reference(batch))
-                kl = kl_k1(batch.rollout_logprobs, batch.ref_logprobs, batch.mask)
+                logprobs = engine.infer_batch(batch)["logprobs"]
+                kl = kl_k1(logprobs, batch.ref_logprobs, batch.mask)
                 rewards = kl_in_reward(rewards, kl, batch.mask, cfg.kl_coef)
             batch.add(advantages=advantages(rewards, batch, cfg, engine.global_sum))
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))

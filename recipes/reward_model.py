@@ -37,6 +37,10 @@ from rlkit.losses import bradley_terry_loss, preference_mean, preference_stats, 
 
 @dataclass
 class Config(runs.GivenAnswerOptions):
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 200
+    prompts_per_step: runs.PositiveInt = 32
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     centre_coef: runs.NonNegativeFloat = 0.0
     """Weight of the regulariser that keeps rewards around 0, for example 0.01."""
 
@@ -100,9 +104,8 @@ def main(cfg: Config) -> None:
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    pairs_of_steps = runs.prefetch(map(encode, rows))
+    pairs_of_steps = runs.prefetch(map(encode, rows), run)
     for step in run.steps(start, cfg.steps):
-        run.phase("encode")
         pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
         tokens, skipped = sum(batch.lengths), len(pairs.skipped)

@@ -30,8 +30,10 @@ from rlkit.losses import token_mean
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
-    """One option of its own."""
-
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 200
+    prompts_per_step: runs.PositiveInt = 32
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     train_on: Literal["all", "last"] = "all"
     """Messages of the assistant that are trained: all of a chat, or the last one. Templates that
     remove the thinking of earlier messages allow the last one alone."""
@@ -66,9 +68,8 @@ def main(cfg: Config) -> None:
     evaluate = partial(evaluate_chats, run=run, engine=engine, sampler=sampler, chats=heldout)
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    chats_of_steps = runs.prefetch(map(encode, rows))
+    chats_of_steps = runs.prefetch(map(encode, rows), run)
     for step in run.steps(start, cfg.steps):
-        run.phase("encode")
         chats = next(chats_of_steps)
         batch = rebalance_across_ranks(collate(chats.sequences), engine.data_parallel_group)
         counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(chats.skipped))

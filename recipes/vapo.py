@@ -44,8 +44,14 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    steps: int = 120
-    prompts_per_step: int = 64
+    # inherited; here so that the numbers are in sight
+    steps: runs.PositiveInt = 120
+    prompts_per_step: runs.PositiveInt = 64
+    group_size: runs.PositiveInt = 16
+    max_new_tokens: runs.NonNegativeInt = 4
+    temperature: runs.PositiveFloat = 1.0
+    tis_cap: runs.PositiveFloat = 2.0
+    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
     mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
     ppo_epochs: runs.PositiveInt = 1
@@ -150,22 +156,23 @@ def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
+    runs.check_range("critic_warmup", cfg.critic_warmup, 0, cfg.steps - 1)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
     path, processor = runs.find_model(cfg, run, task.train)
     updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
-    policy_steps = max(cfg.steps - cfg.critic_warmup, 1) * updates_per_batch
+    policy_steps = (cfg.steps - cfg.critic_warmup) * updates_per_batch
     engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
     critic = build_critic(cfg, path, processor, cfg.steps * updates_per_batch)
     rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
     state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
 
-    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares="batch")
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     start = state["step"]
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.prefetch(map(sampler.encode, rows))
+    prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from rlkit.tracking import Run
 
 EQUAL_STEPS = 10  # steps in a row with equal rewards before a warning
 GlobalSum = Callable[[Tensor], Tensor]
+Compares = Literal["group", "batch", "nothing"]
 
 
 @dataclass
@@ -105,22 +106,23 @@ class LearningWarnings:
     Args:
         cfg: options of the recipe, with `max_new_tokens`.
         run: prints the warnings.
+        compares: as for `PolicySampler`.
     """
 
-    def __init__(self, cfg: Any, run: Run) -> None:
-        self.cfg, self.run = cfg, run
-        self.equal_steps = 0  # the last steps in which all answers to a prompt had the same reward
+    def __init__(self, cfg: Any, run: Run, compares: Compares = "group") -> None:
+        self.cfg, self.run, self.compares = cfg, run, compares
+        self.equal_steps = 0  # the last steps in which the rewards that are compared were equal
         self.given: set[str] = set()
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Look at the metrics of a step, see `answer_metrics`."""
-        has_groups = getattr(self.cfg, "group_size", 1) > 1
-        self.equal_steps = self.equal_steps + 1 if has_groups and metrics.get("reward/equal") == 1 else 0
+        self.equal_steps = self.equal_steps + 1 if self._rewards_are_equal(metrics) else 0
         if self.equal_steps == EQUAL_STEPS:
             self._warn_once(
                 "equal rewards",
-                f"the answers to each prompt have had equal rewards for {EQUAL_STEPS} steps, from which nothing is "
-                "learned: look at the answers, and at how they are scored (--reward)",
+                f"{'the answers to each prompt' if self.compares == 'group' else 'all answers'} have had equal rewards "
+                f"for {EQUAL_STEPS} steps, from which nothing is learned: look at the answers, and at how they are "
+                "scored (--reward)",
             )
         if (cut := metrics["response_length/cut"]) > 0.5:
             at = f"are cut at --max_new_tokens {self.cfg.max_new_tokens}"
@@ -130,6 +132,14 @@ class LearningWarnings:
             else:
                 advice = f"{at}: raise it"
             self._warn_once("cut", f"{cut:.0%} of the answers {advice}")
+
+    def _rewards_are_equal(self, metrics: Mapping[str, float]) -> bool:
+        """Whether all rewards that the recipe compares with each other are the same."""
+        if self.compares == "group":
+            return getattr(self.cfg, "group_size", 1) > 1 and metrics.get("reward/equal") == 1
+        if self.compares == "nothing" or "reward/std" not in metrics:
+            return False
+        return metrics["reward/std"] <= 1e-6 * max(1.0, abs(metrics["reward/mean"]))  # of equal ones, with rounding
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self.given:

@@ -185,11 +185,15 @@ def evaluate_when_due(cfg: Any, run: Run, evaluate: Callable[[str], Any], engine
 def out_of_patience(cfg: Any, run: Run) -> bool:
     """Whether training is to end after an evaluation: none of the last `cfg.patience` was better than the best before.
 
-    All ranks call this together after `evaluate_when_due`. A line says so.
+    All ranks call this together after `evaluate_when_due`. A line says so. Evaluations during `cfg.critic_warmup`, of a
+    policy that is not trained yet, do not count.
     """
     if not _is_due(cfg, run.step + 1):
         return False
-    best, since = decided_by_rank_0(lambda: best_step(_evaluations(run)))
+    warmup = getattr(cfg, "critic_warmup", 0)
+    best, since = decided_by_rank_0(
+        lambda: best_step([one for one in _evaluations(run) if not 0 < one["step"] <= warmup])
+    )
     stops = 0 < cfg.patience <= since
     if stops and run.is_main_process:
         run.print(f"no evaluation since step {best} was better: training ends after {run.step + 1} steps (--patience)")
@@ -224,7 +228,7 @@ def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
     """Export the final model to `best` if its evaluation is the best one, and write `best_step` to eval.json.
 
     If `best` has the model of another step, because an interruption lost the best one, it is renamed. If it has none,
-    because `cfg.keep_best` was not given at the best step, a line says so.
+    because the model before training is the best or `cfg.keep_best` was not given at the best step, a line says so.
     """
     if not getattr(cfg, "keep_best", False) or is_replay():
         return
@@ -236,6 +240,8 @@ def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         (run.out / "best").rename(aside)
         run.print(f"the best model, that of step {best}, was lost by an interruption; {aside} has another one")
+    if run.is_main_process and best == 0:
+        run.print("no evaluation was better than the one before training, so best/ has no model (--keep_best)")
     run.log_evaluation(best_step=best)
 
 

@@ -41,7 +41,9 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
         return []
     cfg, run, engine = sampler.cfg, sampler.run, sampler.engine
     answered = with_room_for_an_answer(sampler, prompts, when)
-    answers = sampler.greedy(answered, training=False) if cfg.max_new_tokens else Answers()
+    answers = Answers()
+    if cfg.max_new_tokens:
+        answers = sampler.greedy(answered, phase="evaluate", training=False)
     if problem := heldout_problem(sampler, answers, prompts):
         run.stop(f"held-out {problem}")
     results = accuracy(answers, engine.global_sum) | sampled_heldout(sampler, answered) | measured

@@ -63,7 +63,8 @@ def open_repository(name: str, *, private: bool) -> str:
 def push_model(cfg: Any, run: Run) -> None:
     """Upload a run's exported model to `cfg.push_to_hub`, and its adapters to the folder `adapter` of the repository.
 
-    With `cfg.keep_best` the best model is uploaded, and no adapters, because those are of the last step.
+    With `cfg.keep_best` the best model is uploaded, and no adapters, because those are of the last step. If `best` has
+    no model, that of the last step is uploaded, and a line says so.
 
     The run ends with an error message if that fails. All files of the run stay.
     """
@@ -72,6 +73,8 @@ def push_model(cfg: Any, run: Run) -> None:
     api, repository = HfApi(), cfg.push_to_hub
     folder = pushed_folder(cfg, run)
     model, adapter = run.out / folder, run.out / "adapter"
+    if getattr(cfg, "keep_best", False) and folder == "model":
+        run.print("push_to_hub: best/ has no model, so the model of the last step is uploaded")
     run.print(f"uploading {model} to {api.endpoint}/{repository}")
     message = f"{run.name}, {run.step + 1} steps"
     try:
@@ -87,7 +90,7 @@ def push_model(cfg: Any, run: Run) -> None:
 
 
 def pushed_folder(cfg: Any, run: Run) -> str:
-    """The folder of the model that is uploaded: the best one if it was kept, else the final one."""
+    """The folder of the model that is uploaded: the best one if `best` has it, else that of the last step."""
     return "best" if getattr(cfg, "keep_best", False) and (run.out / "best").exists() else "model"
 
 

@@ -1,7 +1,7 @@
 """Options that recipes share, and the checks of their values.
 
 A recipe's options are one flat dataclass that inherits these groups. It can add options of its own. To change the
-default of a shared option, it repeats the option without a help text:
+default of a shared option, or to have it in sight, it repeats the option without a help text:
 
     @dataclass
     class Config(PolicyOptions, TrainingOptions):
@@ -311,7 +311,8 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Dtype of the exported weights. auto: that of the model that training started from."""
     push_to_hub: ChangeableOnResume[str] = ""
     """Upload the exported model to this repository of the Hugging Face hub, OWNER/NAME, with a model card. With
-    --keep_best it is the best model. The repository is created before training, if it does not exist."""
+    --keep_best it is the best model; that of the last step if none was better than the model before training. The
+    repository is created before training, if it does not exist."""
     hub_private_repo: ChangeableOnResume[bool] = False
     """With --push_to_hub: a new repository is private."""
 

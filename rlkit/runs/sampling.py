@@ -13,7 +13,15 @@ from torch import Tensor
 from rlkit.data import Sample, Task
 from rlkit.rewards import RewardScorer
 from rlkit.rollout import Sampling, WeightSyncCheck
-from rlkit.runs.answers import Answers, LearningWarnings, Prompts, answer_metrics, keep_answers, too_few_scored
+from rlkit.runs.answers import (
+    Answers,
+    Compares,
+    LearningWarnings,
+    Prompts,
+    answer_metrics,
+    keep_answers,
+    too_few_scored,
+)
 from rlkit.runs.models import sync_check_dtype
 from rlkit.runs.options import sends_adapters
 from rlkit.runs.rollouts import SavedRollouts, record_draw
@@ -82,6 +90,8 @@ class PolicySampler:
         task: the task, whose reward judges the answers.
         processor: processor of the model, for encoding prompts.
         generate: replaces `rollout.generate`; called with (prompts, sampling, n=..., on_finished=...).
+        compares: which rewards the recipe compares: of the answers to a prompt ("group"), of all answers of a step
+            ("batch"), or none, because it does not train on rewards ("nothing"). A warning says if they are equal.
         sends_weights: whether to send the trained weights to the sampling back end before it generates. If False, the
             recipe sends them.
     """
@@ -96,6 +106,7 @@ class PolicySampler:
         rollout: Any,
         *,
         generate: Callable[..., list[Sample]] | None = None,
+        compares: Compares = "group",
         sends_weights: bool = True,
     ) -> None:
         self.cfg, self.run, self.processor, self.engine, self.rollout = cfg, run, processor, engine, rollout
@@ -107,7 +118,7 @@ class PolicySampler:
         )
         self.generate = generate or rollout.generate
         self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
-        self.warnings = LearningWarnings(cfg, run)
+        self.warnings = LearningWarnings(cfg, run, compares)
         self.encoder = encoder_for(cfg, processor)
         self.sent_bytes = 0  # of the last weight sync
 
@@ -200,10 +211,10 @@ class PolicySampler:
                 "servers record them with --enable-return-routed-experts"
             )
 
-    def greedy(self, prompts: Prompts, *, training: bool = True) -> Answers:
-        """A greedy answer to each prompt with the trainer's current weights, scored."""
+    def greedy(self, prompts: Prompts, *, phase: str = "generate", training: bool = True) -> Answers:
+        """`sync_and_sample` of one greedy answer to each prompt."""
         sampling = Sampling(self.cfg.max_new_tokens, temperature=0.0)
-        return self.sync_and_sample(prompts, sampling, phase="evaluate", training=training)
+        return self.sync_and_sample(prompts, sampling, phase=phase, training=training)
 
     def _scored(self, prompts: Prompts, phase: str, generated: list[Sample]) -> Answers:
         """Wait until all answers are scored, and return them with their rewards."""

@@ -115,6 +115,7 @@ def test_bad_input_is_one_clear_message(whole, start, tmp_path):
             "addition",
         ],
         "evaluate: pass_at: expected a k of at most group_size = 4, got \\(8,\\)": ["--pass_at", 8],
+        "evaluate: pass_at: expected at least 1, got 0": ["--pass_at", 4, 0],
         "evaluate: out .*holds a run already; continue it with --resume": ["--out", whole],
     }.items():
         with pytest.raises(SystemExit, match=message):

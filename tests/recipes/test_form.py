@@ -1,9 +1,11 @@
 """How recipes are written: what all of them share, what is left in sight, and that a copy of one runs anywhere."""
 
 import ast
+import inspect
 import re
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,7 +16,7 @@ import helpers  # noqa: E402
 from helpers import RECIPES, numbers, text_dir, warm_dir  # noqa: E402, F401
 
 from rlkit import runs  # noqa: E402
-from rlkit.runs import command_line, options  # noqa: E402
+from rlkit.runs import command_line, option_types, options  # noqa: E402
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.py"))
 TRAINING = [name for name in NAMES if name != "evaluate"]
@@ -111,6 +113,29 @@ def test_every_recipe_evaluates_during_training(name):
     assert saved < evaluated and ended == [evaluated[0] + 1] and body[ended[0]].endswith("break")
 
 
+COMPARED = {"ppo": "batch", "vapo": "batch", "distill": "nothing", "reinforce_plus_plus": "batch", "remax": "batch"}
+
+
+@pytest.mark.parametrize(
+    "name", [*sorted({*ON_POLICY} - {"grpo_async", "reinforce"}), "rloo", "remax", "reinforce_plus_plus"]
+)
+def test_recipes_say_which_rewards_they_compare(name, monkeypatch):
+    """So that a warning of equal rewards is given where nothing is learned from them, and not elsewhere."""
+
+    class Built(Exception):
+        pass
+
+    def sampler(*_, compares="group", **__):
+        raise Built(compares)
+
+    module = helpers.load(name if name in NAMES else "reinforce")
+    options = {"model": "some/model"} if name in NAMES else {"model": "some/model", "advantage": name}
+    set_up = {"with_epochs": lambda cfg, task: cfg, "find_model": lambda *_: ("", None), "PolicySampler": sampler}
+    monkeypatch.setattr(module, "runs", MagicMock(**set_up))
+    with pytest.raises(Built, match=f"^{COMPARED.get(name, 'group')}$"):
+        module.main(module.Config(**options))
+
+
 # --- shared options
 
 
@@ -149,6 +174,24 @@ def test_a_shared_option_has_one_help_text(name):
     if name != "evaluate":  # its --task takes several
         assert own & set(shared) == set()
     assert set(command_line._help_texts(config)) == own  # a new default has no text of its own
+
+
+IN_SIGHT = {"steps", "prompts_per_step", "group_size", "max_new_tokens", "temperature", "tis_cap"}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_numbers_of_the_algorithm_stand_in_the_file(name):
+    """Shared options that the recipe itself reads, and lr; with the ranges that they have where they are declared."""
+    own = inspect.get_annotations(helpers.load(name).Config, eval_str=True)
+    read = set(re.findall(r"cfg\.(\w+)", source(name)))
+    assert (read & IN_SIGHT) | {"lr"} <= own.keys()
+    declared = {}
+    for group in vars(options).values():
+        if isinstance(group, type) and group.__module__ == options.__name__:
+            declared |= inspect.get_annotations(group, eval_str=True)
+    for option in (read & IN_SIGHT) | {"lr"}:
+        notes = option_types._notes_of_type(own[option])
+        assert notes and notes[0] in option_types._notes_of_type(declared[option]), option
 
 
 @pytest.mark.parametrize("name", NAMES)

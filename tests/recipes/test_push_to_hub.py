@@ -81,6 +81,14 @@ def test_an_upload_that_fails_at_the_end_loses_nothing(hub, text_dir, tmp_path):
     assert "# run\n" in (out / "model" / "README.md").read_text()
 
 
+def test_where_no_model_is_better_than_before_training_the_last_one_is_uploaded(hub, text_dir, tmp_path, capsys):  # noqa: F811
+    out = tmp_path / "run"
+    run_here("sft", "--model", text_dir, "--out", out, "--push_to_hub", "someone/sorter", "--keep_best",
+             "--evaluate_every", 1, *SMALL[:-1], 0, "--lr", 0)  # fmt: skip
+    assert not (out / "best").exists() and hub.repositories["someone/sorter"] == files(out / "model")
+    assert "push_to_hub: best/ has no model, so the model of the last step is uploaded\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "token", "refuses", "problem"),
     [

@@ -89,6 +89,15 @@ def test_each_takes_a_step(name, warm_dir, tmp_path):
     assert numbers(tmp_path / "run")[0]["grad_norm"] > 0
 
 
+def test_the_greedy_answers_of_remax_are_part_of_a_step(warm_dir, tmp_path):
+    """Phase "evaluate" is left out of tokens per second."""
+    options = [*SMALL, "--advantage", "remax", "--group_size", 1]
+    run_here("reinforce", "--model", warm_dir, "--out", tmp_path / "run", "--steps", 2, *options)
+    first, second = helpers.rows(tmp_path / "run")
+    assert "time/evaluate" in first and "time/evaluate" not in second  # that before training
+    assert {"time/encode", "time/generate", "time/reward", "time/train"} < second.keys()
+
+
 def test_kl_is_taken_off_the_reward(warm_dir, tmp_path):
     """It is 0 at first, and there after a step."""
     runs = []

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from helpers import RECIPES, numbers, rows, run_here, seen_shortly, warm_dir  # noqa: F401  (a fixture)
@@ -59,6 +60,22 @@ def test_a_step_is_computed_again_from_its_checkpoint(saved, capsys):
     assert "at step 1" in said and said.endswith("nothing differs\n")
     for line in ("rewards", "advantages", "loss", "grad_norm"):
         assert f"\n{line} " in said
+
+
+def test_the_kl_in_the_reward_is_that_of_this_runs_policy(saved, warm_dir, tmp_path):  # noqa: F811
+    """It is 0 before the first update, whatever the policy was whose answers are read."""
+    start, losses = tmp_path / "start", []
+    shutil.copytree(warm_dir, start)
+    weights = load_file(start / "model.safetensors")
+    weights = {name: x * 1.1 if x.dim() > 1 else x for name, x in weights.items()}
+    save_file(weights, start / "model.safetensors", {"format": "pt"})
+    for coef in (0.0, 0.5):
+        options = ["--steps", 1, *SMALL, "--from_rollouts", saved / "rollouts", "--kl_coef", coef]
+        run_here("reinforce", "--model", start, "--out", tmp_path / f"{coef}", *options)
+        losses.append(numbers(tmp_path / f"{coef}")[0])
+    without, measured = losses
+    assert measured["kl"] < 1e-6 and measured["mismatch/abs_dlogp"] > 1e-3
+    assert measured["loss"] == pytest.approx(without["loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -252,9 +252,13 @@ def test_the_last_model_may_be_the_best(tmp_path):
     assert train(tmp_path, [0.1, 0.2, 0.6])[:2][1] == 2
 
 
-def test_a_model_that_only_becomes_worse_is_not_kept(tmp_path):
-    found, best, _ = train(tmp_path, [0.9, 0.2, 0.6])
+def test_a_model_that_only_becomes_worse_is_not_kept(tmp_path, capsys):
+    found, best, _ = train(tmp_path / "worse", [0.9, 0.2, 0.6])
     assert best is None and found["best_step"] == 0
+    line = "no evaluation was better than the one before training, so best/ has no model (--keep_best)\n"
+    assert capsys.readouterr().out.endswith(line)
+    train(tmp_path / "better", [0.5, 0.2, 0.6])
+    assert line not in capsys.readouterr().out
 
 
 def test_every_third_step(tmp_path):
@@ -268,6 +272,14 @@ def test_training_ends_when_nothing_is_better_any_more(tmp_path, capsys):
     found, best, steps = train(tmp_path / "impatient", accuracies, patience=2)
     assert (best, steps) == (1, 3) and found["evaluations"][-1]["step"] == 3
     assert "no evaluation since step 1 was better: training ends after 3 steps" in capsys.readouterr().out
+
+
+def test_patience_begins_when_the_policy_trains(tmp_path):
+    """In --critic_warmup its evaluations equal the one before training."""
+    accuracies = [0.5, 0.5, 0.5, 0.5, 0.4, 0.6, 0.3, 0.3, 0.3]
+    _, best, steps = train(tmp_path / "warm-up", accuracies, patience=2, critic_warmup=3)
+    assert (best, steps) == (5, 7)
+    assert train(tmp_path / "worse", [0.5, 0.5, 0.5, 0.4, 0.4, 0.6], patience=2, critic_warmup=2)[2] == 4
 
 
 def test_a_run_resumed_where_it_should_end_does_not_train(tmp_path, capsys):

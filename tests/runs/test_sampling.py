@@ -170,16 +170,16 @@ def test_prompts_beyond_the_samplers_context_are_skipped(tiny_dir, most):
     assert [sample.group_id for sample in prompts.samples] == [0] and len(said) == len(prompts.skipped) == 1
 
 
-def warnings(steps, *, finish="stop", group_size=2):
-    """What a run says of two answers to one prompt, whose rewards in each step are given."""
+def warnings(steps, *, finish="stop", group_size=2, prompts=(0, 0), **options):
+    """What a run says of two answers, to one prompt unless others are given, whose rewards in each step are given."""
     said = []
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=group_size)
     engine = SimpleNamespace(global_sum=same, data_parallel_group=None)
     run, rollout = SimpleNamespace(print=said.append, is_main_process=False), SimpleNamespace(generate=None)
-    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
-    answer = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish, group_id=0)
+    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout, **options)
+    answer = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish)
     for rewards in steps:
-        answers = Answers([answer, answer], torch.tensor(rewards))
+        answers = Answers([replace(answer, group_id=i) for i in prompts], torch.tensor(rewards))
         metrics = sampler.metrics(answers)
         assert sampler.metrics(answers) == metrics  # which says and counts nothing
         sampler.report(answers, metrics)
@@ -194,6 +194,16 @@ def test_a_run_that_cannot_learn_is_told_why_once():
     assert warnings([equal] * 30, group_size=1) == []  # nothing is compared
     cut = "warning: 100% of the answers are cut at --max_new_tokens 6: raise it"
     assert warnings([different] * 3, finish="length") == [cut]
+
+
+def test_equal_rewards_are_those_that_the_recipe_compares():
+    equal, different = [0.3, 0.3], [0.0, 1.0]
+    assert warnings([equal] * 30, compares="nothing") == []  # distillation does not train on rewards
+    (said,) = warnings([equal] * 30, compares="batch", prompts=(0, 1), group_size=1)
+    assert said.startswith("warning: all answers have had equal rewards for 10 steps, from which nothing is learned")
+    solved_or_not = {"prompts": (0, 1), "compares": "batch"}  # PPO learns from the difference of two prompts
+    assert warnings([different] * 30, **solved_or_not) == [] and len(warnings([different] * 30, prompts=(0, 1))) == 1
+    assert warnings([[math.nan, math.nan]] * 30, **solved_or_not) == []
 
 
 def test_the_warning_of_cut_episodes_names_the_limits_of_a_turn_and_of_an_episode():
