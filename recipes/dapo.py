@@ -16,7 +16,7 @@ How it differs from the paper:
   never solved.
 - Groups are filtered by rewards without the length penalty. With it, groups of equal rewards would
   pass the filter.
-- The learning rate decays linearly after the warm-up; the paper's is constant.
+- By default the learning rate decays linearly after the warm-up; the paper's is constant.
 - Truncated answers are trained on.
 - An answer is left out of its group if its reward function fails or returns None. It does not
   count as wrong.
@@ -45,14 +45,14 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 150
     prompts_per_step: runs.PositiveInt = 32
     group_size: runs.PositiveInt = 16
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
     gen_batch_size: runs.PositiveInt = 48
     """Prompts per generation batch. A step samples such batches until --prompts_per_step prompts
     have answers with different rewards."""
@@ -75,6 +75,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     tokens of all ranks."""
+    # one optimizer step per batch: the policy has not changed since sampling, and the ratio is 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
@@ -110,7 +111,6 @@ class SampledGroups(NamedTuple):
 def sample_groups(gen_batches, first: int, cfg: Config, sampler, engine) -> SampledGroups:
     """Dynamic sampling: sample until enough groups have answers with different rewards.
 
-
     Args:
         gen_batches: iterator over generation batches of prompts, from number `first` of the run on.
     """
@@ -120,10 +120,10 @@ def sample_groups(gen_batches, first: int, cfg: Config, sampler, engine) -> Samp
             prompts = renumbered(next(gen_batches), i * cfg.gen_batch_size)
             sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, first + i))
             more = sampler.sample(prompts, sampling, n=cfg.group_size)
-            answers = answers + more if answers else more
-            ids = group_ids(answers.generated)
-            ids = ids[informative_groups(answers.rewards, ids)]
-            informative = runs.group_ids_of_all_ranks(ids, engine)
+            answers = more if answers is None else answers + more
+            groups = group_ids(answers.generated)
+            differ = informative_groups(answers.rewards, groups)
+            informative = runs.group_ids_of_all_ranks(groups[differ], engine)
             if len(informative) >= cfg.prompts_per_step:
                 break
     return SampledGroups(answers, informative, i + 1)
@@ -135,7 +135,7 @@ def renumbered(prompts, first: int):
     return replace(prompts, samples=samples)
 
 
-def group_metrics(engine, penalty, sampled: SampledGroups, chosen, cfg: Config):
+def group_metrics(sampled: SampledGroups, chosen, penalty, cfg: Config, engine):
     """The mean length penalty, and how many groups were sampled, have different rewards, and were
     trained on."""
     counts = runs.totals(engine, penalty=penalty.sum(), answers=len(penalty))
@@ -170,7 +170,7 @@ def main(cfg: Config) -> None:
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
 
-    gen_batches_done = state.get("gen_batches_done", 0)  # the position in the data
+    gen_batches_done = state["gen_batches_done"] if state["step"] else 0  # position in the data
     rows = rows_of_steps(task.train, count(gen_batches_done), cfg.gen_batch_size, cfg.seed)
     gen_batches = runs.prefetch(map(sampler.encode, rows), run)
     for step in run.steps(state["step"], cfg.steps):
@@ -197,7 +197,7 @@ def main(cfg: Config) -> None:
 
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
         sampler.report(answers, metrics)
-        metrics |= group_metrics(engine, penalty, sampled, chosen, cfg)
+        metrics |= group_metrics(sampled, chosen, penalty, cfg, engine)
         show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, {"gen_batches_done": gen_batches_done}, checkpoints=engine)

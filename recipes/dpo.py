@@ -70,10 +70,10 @@ LOSSES = REFERENCE_LOSSES | PER_TOKEN_LOSSES | OTHER_LOSSES
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
-    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
     loss: str = "dpo"
     """dpo, robust, ipo, hinge, apo_zero, apo_down, exo, nca, sppo, discopop, alpha_divergence,
     forward_kl, js; without a reference model: simpo, alphapo, orpo, slic."""

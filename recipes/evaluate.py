@@ -58,8 +58,9 @@ def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
             values[f"pass@{k}"] = [
                 runs.pass_at_k(len(rewards), c, k) for rewards, c in zip(enough, right, strict=True)
             ]
-    unscored = sum(r is None for answer in answers for r in [answer["reward"], *answer["rewards"]])
-    return {**runs.means_of_rows(values), "rows": len(answers), "unscored": unscored}
+    rewards = [r for answer in answers for r in (answer["reward"], *answer["rewards"])]
+    counts = {"rows": len(answers), "unscored": rewards.count(None)}
+    return {**runs.means_of_rows(values), **counts}
 
 
 def table(tasks: dict[str, dict[str, float]]) -> str:
@@ -72,6 +73,11 @@ def table(tasks: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def as_json(rewards):
+    """A list; None for an answer that was not scored."""
+    return [None if math.isnan(reward) else reward for reward in rewards.tolist()]
+
+
 def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
     """This rank's answers to its share of some rows, as JSON objects, and what it counted."""
     sampler.run.phase("encode")
@@ -81,9 +87,7 @@ def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
     if cfg.group_size:
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, task_number))
         sampled = sampler.sample(prompts, sampling, n=cfg.group_size)
-    rewards = [
-        [None if math.isnan(r) else r for r in x.rewards.tolist()] for x in (greedy, sampled)
-    ]
+    greedy_rewards, sampled_rewards = as_json(greedy.rewards), as_json(sampled.rewards)
     answers = []
     for i, prompt in enumerate(prompts.samples):
         group = slice(i * cfg.group_size, (i + 1) * cfg.group_size)
@@ -92,9 +96,9 @@ def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
                 "task": cfg.task[task_number],
                 "row": prompt.group_id,
                 "text": greedy.generated[i].text,
-                "reward": rewards[0][i],
+                "reward": greedy_rewards[i],
                 "samples": [sample.text for sample in sampled.generated[group]],
-                "rewards": rewards[1][group],
+                "rewards": sampled_rewards[group],
             }
         )
     counts = {
@@ -136,7 +140,8 @@ def worst_answers(answers: list[dict], tasks, cfg: Config, processor) -> list:
     for answer in (sorted(scored, key=lambda answer: answer["reward"]) + unscored)[:40]:
         row = tasks[cfg.task.index(answer["task"])].heldout[answer["row"]]
         reward = math.nan if answer["reward"] is None else answer["reward"]
-        shown.append(replace(encode_prompt(processor, row), text=answer["text"], reward=reward))
+        prompt = encode_prompt(processor, row, group_id=len(shown))
+        shown.append(replace(prompt, text=answer["text"], reward=reward))
     return shown
 
 

@@ -48,14 +48,14 @@ from rlkit.rollout.serve import serving
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 130
     prompts_per_step: runs.PositiveInt = 32
     group_size: runs.PositiveInt = 16
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 1e-3  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 1e-3  # other models: 1e-6 (LoRA 1e-5), or --lr
     max_staleness: runs.NonNegativeInt = 1
     """Maximum number of updates between the weights that sampled a token and those that train on
     it. 0: sample and train in turn."""
@@ -93,14 +93,13 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
             "parallel: expected ranks with rows of their own, got ranks that share rows and would "
             "be sent different answers; use grpo_vlm.py"
         )
-    urls, options = [list(cfg.servers)], {}
-    gpus = torch.cuda.device_count()
-    if not cfg.servers and 0 < gpus <= dist.get_world_size():
-        options["transfer"] = "gloo"  # server and trainer share a GPU, which NCCL does not allow
+    urls, gpus = list(cfg.servers), torch.cuda.device_count()
+    shares_gpu = not cfg.servers and 0 < gpus <= dist.get_world_size()
+    options = {"transfer": "gloo"} if shares_gpu else {}  # NCCL does not allow two processes
     if not cfg.servers and run.is_main_process:
         run.print(f"starting a vLLM server, its log is in {run.out}")
         flags = [] if gpus else ["--kv-cache-memory-bytes", str(256 << 20)]
-        if options:
+        if shares_gpu:
             flags = ["--gpu-memory-utilization", str(runs.OWN_SERVER_SHARE)]
             flags += ["--weight-transfer-config", '{"backend": "rlkit_gloo"}']
         flags += runs.adapter_flags(cfg) + runs.processor_flags(cfg)
@@ -109,9 +108,10 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
             flags += ["--trust-remote-code"]
         if cfg.router_replay:
             flags += ["--enable-return-routed-experts"]
-        urls = [list(stack.enter_context(serving(path, logs=run.out, options=flags)))]
-    dist.broadcast_object_list(urls, 0)
-    cfg = replace(cfg, servers=tuple(urls[0]))
+        urls = list(stack.enter_context(serving(path, logs=run.out, options=flags)))
+    broadcast = [urls]
+    dist.broadcast_object_list(broadcast, 0)
+    cfg = replace(cfg, servers=tuple(broadcast[0]))
     rollout = runs.build_rollout(cfg, path, processor, engine, **options)
     if not hasattr(rollout, "submit"):
         raise ValueError(
@@ -142,7 +142,7 @@ def scored_answers(sampler, prompts, future, failures: Failures) -> runs.Answers
     return runs.Answers(generated, rewards, parts, prompts.skipped, failures.take(), seconds)
 
 
-def staleness(samples, version: int):
+def updates_since_sampling(samples, version: int):
     """[B]: weight updates since the oldest weights that sampled an answer."""
     return torch.tensor([float(version - sample.version) for sample in samples])
 
@@ -194,7 +194,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
 
         run.phase("train")
         batch = collate(answers.scored)
-        batch.add(staleness=staleness(answers.scored, rollout.version))  # [B]
+        batch.add(staleness=updates_since_sampling(answers.scored, rollout.version))  # [B]
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))

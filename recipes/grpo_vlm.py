@@ -51,14 +51,14 @@ CLIP_RANGES = {  # clip_low and clip_high of losses for which 0.2 and 0.28 are n
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 220
     prompts_per_step: runs.PositiveInt = 64
     group_size: runs.PositiveInt = 16
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
     ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
     mini_batches: runs.PositiveInt = 1
@@ -87,10 +87,10 @@ def clip_range(cfg: Config) -> dict[str, float]:
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens counts the
     tokens of the whole batch, over all ranks."""
+    # one optimizer step per batch: the policy has not changed since sampling, and the ratio is 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = clip_range(cfg)
-    given = out.logprobs, old, mb.advantages, mb.mask
-    loss = LOSSES[cfg.loss](*given, **clip)
+    loss = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, **clip)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
@@ -100,6 +100,7 @@ def policy_loss(out, mb, cfg: Config):
         kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
         loss = loss + cfg.kl_coef * kl
         metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
+    given = out.logprobs, old, mb.advantages, mb.mask
     if cfg.loss == "gspo":
         metrics |= sequence_ratio_stats(*given, **clip, total=mb.total_sequences)
         return sequence_mean(loss, mb.mask, mb.total_sequences), metrics

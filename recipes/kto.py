@@ -41,10 +41,10 @@ from rlkit.losses import (
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 64
-    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
     beta: runs.PositiveFloat = 0.1
     """Beta of the loss: larger keeps the policy closer to the reference."""
     desirable_weight: runs.NonNegativeFloat = 1.0
@@ -133,10 +133,10 @@ def main(cfg: Config) -> None:
     others = other_answer if cfg.baseline else None
     encode = runs.answer_encoder(cfg, run, path, processor, engine, own_answer, others)
     # each prompt once; a pair's two rows are not neighbours, as z_0 needs mismatched completions
-    first = set(first_of_sources(task.heldout))
-    rows = sorted(enumerate(task.heldout), key=lambda one: one[0] not in first)
+    prompt_ids = set(first_of_sources(task.heldout))  # one row of each pair
+    rows = sorted(enumerate(task.heldout), key=lambda number_row: number_row[0] not in prompt_ids)
     heldout = encode(with_other_answers(rows))
-    prompts = [prompt for prompt in heldout.samples if prompt.group_id in first]
+    prompts = [prompt for prompt in heldout.samples if prompt.group_id in prompt_ids]
     heldout_batch = own_batch(heldout.sequences)
     heldout_batch.add(ref_logprobs=reference(heldout_batch))
     heldout_good = engine.global_sum(heldout_batch.label.sum()).item()

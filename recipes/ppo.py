@@ -15,8 +15,8 @@ How it differs from the paper (https://arxiv.org/abs/1707.06347) and from Instru
 - An answer is left out if its reward function fails or returns None.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 
-PF-PPO (arXiv 2409.06957) is `--pf_ppo_best 0.5`: it trains on answers that are drawn from those of
-the batch by their rewards. VAPO is in vapo.py.
+PF-PPO (arXiv 2409.06957) is `--pf_ppo_best 0.5`: it trains on answers that each rank draws by their
+rewards from all of its answers, so a prompt may get none. VAPO is in vapo.py.
 """
 
 from dataclasses import dataclass
@@ -52,14 +52,14 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 110
     prompts_per_step: runs.PositiveInt = 64
     group_size: runs.PositiveInt = 16
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
     mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
     ppo_epochs: runs.PositiveInt = 1
@@ -82,10 +82,10 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     lam: runs.UnitInterval = 0.95
     """Lambda of GAE."""
     pf_ppo_best: runs.UnitInterval = 0.0
-    """Probability of drawing the best answer of a group. 0, with pf_ppo_worst 0: train on all
-    answers."""
+    """Probability of the best answer among the draws from its group. 0, with pf_ppo_worst 0: train
+    on all answers."""
     pf_ppo_worst: runs.UnitInterval = 0.0
-    """Probability of drawing the worst answer of a group."""
+    """Probability of the worst answer among the draws from its group."""
     kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
@@ -108,14 +108,16 @@ def value_loss(out, mb, cfg: Config):  # out.values [B, T]
     return token_mean(loss, mb.mask, mb.total_tokens), {}
 
 
-def filtered(samples, step: int, cfg: Config):
-    """The samples to train on: all, or with PF-PPO as many, drawn with replacement by reward."""
+def filtered(samples, seed: int, cfg: Config):
+    """The samples to train on: all, or with PF-PPO as many, drawn with replacement by reward.
+
+    A group is drawn in proportion to its scored answers."""
     if not (cfg.pf_ppo_best or cfg.pf_ppo_worst):
         return samples
-    rewards = torch.tensor([sample.reward for sample in samples])
-    weights = pf_ppo_weights(rewards, group_ids(samples), cfg.pf_ppo_best, cfg.pf_ppo_worst)
-    generator = torch.Generator().manual_seed(1_000_003 * cfg.seed + step)
-    drawn = pf_ppo_indices(weights, len(samples), generator)
+    rewards, groups = torch.tensor([sample.reward for sample in samples]), group_ids(samples)
+    weights = pf_ppo_weights(rewards, groups, cfg.pf_ppo_best, cfg.pf_ppo_worst)  # 1 per group
+    weights = weights * (groups == groups[:, None]).sum(1)
+    drawn = pf_ppo_indices(weights, len(samples), torch.Generator().manual_seed(seed))
     return [samples[i] for i in drawn.tolist()]
 
 
@@ -178,6 +180,8 @@ def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
 def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     runs.check_range("pf_ppo_best + pf_ppo_worst", cfg.pf_ppo_best + cfg.pf_ppo_worst, 0, 1)
+    if cfg.pf_ppo_best or cfg.pf_ppo_worst:
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     runs.check_range("critic_warmup", cfg.critic_warmup, 0, cfg.steps - 1)
@@ -189,11 +193,10 @@ def main(cfg: Config) -> None:
     critic = build_critic(cfg, path, processor, cfg.steps * updates_per_batch)
     reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
     rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
-    state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
+    start = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)["step"]
 
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares="batch")
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
-    start = state["step"]
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
@@ -205,7 +208,8 @@ def main(cfg: Config) -> None:
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        batch = collate(filtered(answers.scored, step, cfg))
+        seed = 1_000_003 * (1_000_003 * cfg.seed + step) + engine.data_parallel_rank
+        batch = collate(filtered(answers.scored, seed, cfg))
         mask = batch.mask
         with runs.keep_on_device(engine):  # with LoRA it is also the reference
             if reference:

@@ -53,14 +53,14 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 220
     prompts_per_step: runs.PositiveInt = 64
     group_size: runs.PositiveInt = 16
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
     advantage: Literal[
         "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
     ] = "rloo"
@@ -111,9 +111,9 @@ def greedy_rewards(sampler, prompts, group_ids):
 
 
 def main(cfg: Config) -> None:
-    compares = "batch" if cfg.advantage in ("remax", "reinforce_plus_plus") else "group"
-    if compares == "group":
-        runs.check_range("group_size", cfg.group_size, 2)
+    uses_groups = cfg.advantage not in ("remax", "reinforce_plus_plus")
+    if uses_groups:
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
@@ -123,6 +123,7 @@ def main(cfg: Config) -> None:
     rollout = runs.build_rollout(cfg, path, processor, engine)
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
+    compares = "group" if uses_groups else "batch"
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares=compares)
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)

@@ -37,10 +37,10 @@ from rlkit.losses import bradley_terry_loss, preference_mean, preference_stats, 
 
 @dataclass
 class Config(runs.GivenAnswerOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
-    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
     centre_coef: runs.NonNegativeFloat = 0.0
     """Weight of the regulariser that keeps rewards around 0, for example 0.01."""
 

@@ -30,10 +30,10 @@ from rlkit.losses import token_mean
 
 @dataclass
 class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
-    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
     train_on: Literal["all", "last"] = "all"
     """Messages of the assistant that are trained: all of a chat, or the last one. Templates that
     remove the thinking of earlier messages allow the last one alone."""

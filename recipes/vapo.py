@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=8 recipes/vapo.py --model Qwen/Qwen2.5-7B-Instruct \\
         --task train.jsonl --reward maths --rollout vllm --prompts_per_step 512 --group_size 16 \\
         --mini_batches 16 --critic_warmup 50 --length_adaptive_alpha 0.05 --lr 1e-6 \\
-        --critic_lr 2e-6 --max_new_tokens 20480
+        --critic_lr 2e-6 --lr_schedule constant --max_new_tokens 20480
 
 The seven parts of the paper (https://arxiv.org/abs/2504.05118) and where they are: value
 pre-training (`critic_warmup`), decoupled GAE (two calls of `gae`, the critic's with lambda 1),
@@ -17,7 +17,9 @@ How it differs from the paper:
   reward model. `--critic_model` starts it from an exported value model.
 - Advantages are whitened over all tokens of the batch.
 - An answer is right if its reward is above 0.5. There is no KL term.
-- The learning rate decays linearly after the warm-up; the paper's is constant.
+- By default the learning rate decays linearly after the warm-up, `length_adaptive_alpha` is 10
+  (the paper's is 0.05, for long answers) and `critic_warmup` is 10 steps (50).
+- Token losses have importance weights for the mismatch of sampler and trainer (`tis_cap`).
 - An answer is left out if its reward function fails or returns None.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
@@ -44,14 +46,14 @@ from rlkit.rollout import Sampling
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
-    # inherited; here so that the numbers are in sight
+    # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 120
     prompts_per_step: runs.PositiveInt = 64
     group_size: runs.PositiveInt = 16
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # of the tiny model; others: see --help
+    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
     mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
     ppo_epochs: runs.PositiveInt = 1
@@ -149,6 +151,8 @@ def update_policy(batch, cfg: Config, step: int, engine):
 
 def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
     model, lr = cfg.critic_model or path, cfg.critic_lr
+    if cfg.critic_model:
+        runs.check_same_tokens(cfg, "critic_model", model, processor)
     return runs.build_value_engine(cfg, model, processor, optimizer_steps=optimizer_steps, lr=lr)
 
 
@@ -164,11 +168,10 @@ def main(cfg: Config) -> None:
     engine = runs.build_engine(cfg, path, processor, optimizer_steps=policy_steps)
     critic = build_critic(cfg, path, processor, cfg.steps * updates_per_batch)
     rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
-    state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
+    start = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)["step"]
 
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares="batch")
     evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
-    start = state["step"]
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)

@@ -121,7 +121,7 @@ def longest_batch(
         raise ValueError(f"image_tokens: expected less than the {length} tokens of a prompt, got {image_tokens}")
     even = image_tokens // 2 * 2  # the image is two tokens high
     prompts = -(-cfg.prompts_per_step // data_parallel_size)
-    drawn = -(-getattr(cfg, "prompts_per_draw", 0) // data_parallel_size)  # dapo.py trains on some of them
+    drawn = -(-getattr(cfg, "gen_batch_size", 0) // data_parallel_size)  # dapo.py trains on some of them
     answers = getattr(cfg, "group_size", rows_together)
     return Workload(length, answer, even, prompts, answers, rows_together, max(0, drawn - prompts))
 

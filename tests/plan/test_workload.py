@@ -74,15 +74,15 @@ def test_an_episode_may_be_longer_than_a_turn(options, prompt, answer):
 
 
 def test_dapo_samples_more_prompts_than_it_trains_on():
-    """--prompts_per_draw. The sampler and the host have all of them, the trainer those of a step."""
-    cfg = load_recipe("recipes/dapo.py").Config(prompts_per_draw=48, prompts_per_step=16, group_size=4)
+    """--gen_batch_size. The sampler and the host have all of them, the trainer those of a step."""
+    cfg = load_recipe("recipes/dapo.py").Config(gen_batch_size=48, prompts_per_step=16, group_size=4)
     workload = longest_batch(cfg, LLAMA, 8, None)
     assert (workload.prompts, workload.rows, workload.sampled_prompts, workload.sampled_rows) == (2, 8, 6, 24)
     rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, workload, 8)
     for rollout in ("hf", "vllm", "sglang"):
         assert sampler_memory(replace(cfg, rollout=rollout), LLAMA, rehearsal, 8, gpu_named("h100-80gb")).rows == 24
     assert "2 prompts of" in describe_rows(workload) and "of 6 drawn" in describe_rows(workload)
-    small = longest_batch(replace(cfg, prompts_per_draw=1), LLAMA, 8, None)
+    small = longest_batch(replace(cfg, gen_batch_size=1), LLAMA, 8, None)
     assert small.sampled_rows == small.rows == 8
 
 

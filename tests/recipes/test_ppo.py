@@ -106,7 +106,7 @@ def test_pf_ppo_draws_by_reward():
         count.update(sample.i for sample in drawn)
     assert [sample.i for sample in drawn] == [sample.i for sample in recipe.filtered(samples, step, best)]
     shares = [count[i] / 6000 for i in range(6)]
-    assert shares == pytest.approx([1 / 12, 1 / 12, 1 / 12, 1 / 4, 1 / 4, 1 / 4], abs=0.02)
+    assert shares == pytest.approx([1 / 9, 1 / 9, 1 / 9, 1 / 3, 1 / 6, 1 / 6], abs=0.02)
 
 
 def test_options_of_the_real_thing(warm_dir, tmp_path):
