@@ -77,7 +77,7 @@ def frame_grid(video: Any, most: int = 8) -> Any:
     They are in two columns, row by row. The image has at most `LARGEST_SIDE` pixels in width and height.
 
     Args:
-        video: a `rlkit.data.Video`.
+        video: a `rlkit.data.media.Video`.
         most: frames.
     """
     import numpy as np
@@ -131,7 +131,7 @@ def save_audio(out: Path, audio: Any) -> dict[str, Any]:
     """Save the first 30 seconds of an audio as a .wav file of 16 bits, under the hash of its content.
 
     Args:
-        audio: a `rlkit.data.Audio`.
+        audio: a `rlkit.data.media.Audio`.
 
     Returns:
         `file`, its path relative to `out`, and `seconds` of the whole audio; `file` is empty if it cannot be saved.

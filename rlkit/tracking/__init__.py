@@ -6,7 +6,7 @@ for step in range(steps):
     ...
     run.phase("train")
     ...
-    run.log(step, {"reward/mean": mean, "tokens": tokens, "flops": flops})     # time/generate, time/train, ... too
+    run.log(step, {"reward/mean": mean, "tokens": tokens})     # time/generate, time/train, ... too
 run.close()
 """
 

@@ -127,7 +127,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Atten
     """
     scale, softcap, sinks = options.scale, options.softcap, options.sinks
     if softcap is None and sinks is None:
-        if math_kernel_for_groups(k, v, mask):
+        if q.shape[1] != k.shape[1] and math_kernel_for_groups(k, v, mask):
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         is_causal, enable_gqa = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(

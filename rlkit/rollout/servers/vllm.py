@@ -269,7 +269,8 @@ class VllmServerRollout(ServerRollout):
         except RequestRejected:
             return  # it was not started by rlkit.rollout.serve
         for name in ("dtype", "device", "max_num_seqs", "v2_model_runner"):
-            setattr(server, name, answer[name])
+            if name in answer:  # another version of rlkit may have started the server
+                setattr(server, name, answer[name])
 
     async def _recover_paused(self, server: Server) -> None:
         """Wake a server that a stopped trainer left asleep or paused. Its weights have to be updated first."""
