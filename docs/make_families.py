@@ -55,6 +55,8 @@ second table explains the columns. If your family is not listed, `python -m rlki
 finds; to add it, see [contributing](contributing.md#a-model-family). The page is generated from the parameters of the
 tests (`python docs/make_families.py`).
 
+## Table
+
 """
 MEANING = {
     "positions": "3D RoPE ids are exactly those of transformers, for random layouts and paddings",
@@ -175,7 +177,9 @@ def page() -> str:
     refused_vision = nested(load("vlm/test_every_family.py").REFUSED_VISION_FAMILIES)
     not_split = nested({"recurrent layers": ", ".join(sorted(recurrent)), "indexers": ", ".join(sorted(indexed))})
     more = f"""
-Not supported, and refused with an error that says why:
+## Not supported
+
+These are refused with an error that says why:
 
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses: {", ".join(sorted(not_shared - {*families.REFUSED}))}, whose image experts have no gradient on a rank
@@ -184,8 +188,7 @@ Not supported, and refused with an error that says why:
 {not_split}
 - positions: {positions};
 - videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
-  `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), but not on audios: use
-  fsdp2;
+  `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), but not on audios;
 - images and videos of these families:
 {refused_vision}
 - videos of minimax_m3_vl. Its images were not tested, and its rows cannot be packed;
@@ -200,7 +203,9 @@ Not supported, and refused with an error that says why:
 - prefix attention (PaliGemma), and dynamic RoPE, in which sequences of one forward pass would affect each other. With
   LongRoPE (Phi-3, MiniCPM) a run uses one set of factors: [sampling](sampling.md#longrope).
 
-Weight files, as published (`python -m rlkit.doctor --model DIR` names what a run would refuse):
+## Weight files
+
+What happens to files as published (`python -m rlkit.doctor --model DIR` names what a run would refuse):
 
 - **bfloat16, float16 or float32** in safetensors (one file, or several with an index): each rank reads its part.
   `pytorch_model.bin` is read whole on each rank, as tensors only: no code in it runs. A GGUF file (`--model FILE.gguf`)
@@ -229,7 +234,7 @@ Weight files, as published (`python -m rlkit.doctor --model DIR` names what a ru
 - **`generation_config.json`**: a run uses only its end tokens, all of them. Its temperature, top-k, top-p and penalties
   are ignored, in hf and in vLLM, and copied to the export.
 
-Notes:
+## Notes
 
 - **Qwen-Omni.** Only the thinker is trained, the part that writes text; `load_model` takes it out of a whole model. An
   export has no talker (the part that speaks); vLLM and transformers' class of the thinker can read it. Rows may have
