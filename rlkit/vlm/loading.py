@@ -147,7 +147,7 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(config, **options).eval()
     model.tie_weights()  # init_empty_weights unties parameters
-    keep_in_float32(model, model.config.dtype)
+    keep_in_float32(model, model.config.dtype or model.dtype)
     try:
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     except OSError:  # the model has none

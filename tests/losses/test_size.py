@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "rlkit"
-MOST = 2250
+MOST = 2260
 FOR_GPUS = {"losses/_triton.py"}
 MOST_OF_HELPERS = 110
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
