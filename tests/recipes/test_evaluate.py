@@ -98,11 +98,15 @@ def test_help_names_every_option(capsys):
 
 def test_unscored_answers_are_shown_after_scored_ones(monkeypatch):
     recipe = helpers.load("evaluate")
-    monkeypatch.setattr(recipe, "encode_prompt", lambda processor, row: prompt_sample([1], row=row))
+    monkeypatch.setattr(
+        recipe, "encode_prompt", lambda processor, row, group_id: prompt_sample([1], row=row, group_id=group_id)
+    )
     task, cfg = helpers.few_digits(), recipe.Config(task=("few",))
     rewards = [1.0, None, -1.0, 0.0]
     answers = [{"task": "few", "row": i, "text": str(i), "reward": reward} for i, reward in enumerate(rewards)]
-    assert [sample.text for sample in recipe.worst_answers(answers, [task], cfg, None)] == ["2", "3", "0", "1"]
+    shown = recipe.worst_answers(answers, [task], cfg, None)
+    assert [sample.text for sample in shown] == ["2", "3", "0", "1"]
+    assert [sample.group_id for sample in shown] == [0, 1, 2, 3]  # a prompt of the page for each
 
 
 def test_bad_input_is_one_clear_message(whole, start, tmp_path):
