@@ -6,6 +6,7 @@ from torch import Tensor
 from rlkit import _check as check
 from rlkit.advantages._groups import (
     group_mean,
+    group_min,
     group_size,
     group_std,
     group_sum,
@@ -60,6 +61,7 @@ def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float
     check.groups(group_ids, rewards=rewards)
     check.not_negative(eps=eps)
     r, group = rewards_and_groups(rewards, group_ids)
+    r = r - group_min(r.detach(), group)  # else a large mean is rounded, and equal rewards of the others would differ
     size, centred = group_size(group), r - group_mean(r, group)
     difference = centred * size / (size - 1).clamp(min=1)  # r_i - m_i
     squares = group_sum(centred.square(), group)

@@ -193,12 +193,14 @@ def read_chat(raw: Row) -> Chat:
 
 
 def _with_system(raw: Row, messages: list[Message]) -> list[Message]:
-    """The messages, after the system message of a column `system`."""
+    """The messages, after the system message of a column `system` unless they begin with the same one."""
     system = _value(raw, "system")
     if not system or raw.get("read_as"):
         return messages
     if messages[0]["role"] == "system":
-        raise ValueError("system: expected one system message, got a column and a message")
+        if text_of(messages[0]) == str(system):
+            return messages
+        raise ValueError("system: expected one system message, got a column and a message that differ")
     return [{"role": "system", "content": str(system)}, *messages]
 
 

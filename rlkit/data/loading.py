@@ -322,8 +322,11 @@ def _read_as(task: Task, kind: Kind) -> Task:
 
 
 def _are_marked(rows: Sequence[Row]) -> bool:
-    """Whether a task has single answers with a label; a label without an answer is a column of a pair."""
-    return len(rows) > 0 and {"completion", "label"} <= rows[0].keys()
+    """Whether a task has single answers with a label that says whether they are good.
+
+    A label without an answer is a column of a pair, and the label of a row that was read as a task is its right answer.
+    """
+    return len(rows) > 0 and {"completion", "label"} <= rows[0].keys() and rows[0].get("read_as") != "task"
 
 
 def _split_pairs(rows: Sequence[Row]) -> Rows:

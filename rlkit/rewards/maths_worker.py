@@ -19,12 +19,26 @@ UNICODE = str.maketrans(
     {"−": "-", "–": "-", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty "}
 )
 
+THOUSANDS = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?: \d{3})+(?!\d)")  # with plain spaces; not the year in "2024 100 men"
+LEFT_SIDES = re.compile(  # all those at the beginning of equations without words, such as "12 - 4 = 2*4 = "
+    r"""^(?:
+          (?: \\[a-zA-Z]++      # a command of LaTeX, of any length,
+            | \\.               # an escaped character, such as \$,
+            | (?![^\W\d_]{2})    # or another character that does not begin a word
+              [^=\\]
+          )*+
+          =\s*+
+        )++""",
+    re.VERBOSE,
+)
+
 
 def cleaned(text: str) -> str:
     """The text without spellings that math-verify misreads: mathematical signs as Unicode characters, delimiters and a
     full stop around the whole formula, spaces between thousands, `\\varnothing`, repeating decimals."""
     text = text.strip().translate(UNICODE).replace(r"\varnothing", r"\emptyset")
-    text = re.sub(r"(?<=\d)(\\[,!;: ]|[~ \u00a0\u2009\u202f])(?=\d{3}(?!\d))", "", text).rstrip(" .")
+    text = re.sub(r"(?<=\d)(\\[,!;: ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))", "", text).rstrip(" .")
+    text = THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
     text = re.sub(r"(?<=\d) +i\b", "i", text)
     text = re.sub(r"(\d{0,99})\.(\d{0,99})\\overline\{(\d{1,99})\}", _fraction, text)
     for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
@@ -64,7 +78,9 @@ def verdict(answer: str, gold: str, boxed: bool, marked: bool) -> bool | None:
     wanted, given = parsed(gold_text), parsed(text)
     if not boxed and is_sentence(text):  # its formulas stand between dollars, or are numbers
         begins_with_result = marked and not re.match(r"[^\W\d_]{2}", text)
-        given = given + parsed(f"The final answer is {text}" if begins_with_result else text, boxed=False)
+        if begins_with_result:  # math-verify takes the first formula after these words
+            text = f"The final answer is {LEFT_SIDES.sub('', text)}"
+        given = given + parsed(text, boxed=False)
     if verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True):
         return True
     return False if any(not isinstance(part, str) for part in wanted) else None

@@ -12,6 +12,7 @@ from rlkit.advantages import (
     expand_to_tokens,
     gdpo_advantages,
     grpo_advantages,
+    leave_one_out_grpo_advantages,
     lite_ppo_advantages,
     masked_whiten,
     opo_advantages,
@@ -107,6 +108,42 @@ def test_equal_rewards_are_exactly_0_without_eps_too(reward, dtype):
             assert (function(rewards, groups, eps=0.0) == 0).all()
         assert (gdpo_advantages(rewards[:, None], groups, eps=0.0) == 0).all()
         assert masked_whiten(rewards[None], torch.ones(1, size, dtype=torch.bool), eps=0.0).abs().max() < 1e-9
+
+
+def lengthwise_opo(rewards, groups):
+    return opo_advantages(rewards, groups, torch.arange(1, len(rewards) + 1))
+
+
+def gdpo_of_one(rewards, groups):
+    return gdpo_advantages(rewards[:, None], groups)
+
+
+IGNORE_A_CONSTANT = [
+    *BOTH,
+    leave_one_out_grpo_advantages,
+    rloo_advantages,
+    lengthwise_opo,
+    gdpo_of_one,
+    lite_ppo_advantages,
+    reinforce_plus_plus_baseline_advantages,
+]
+
+
+@pytest.mark.parametrize("function", IGNORE_A_CONSTANT, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@settings(FEW, max_examples=60)
+@given(
+    shape=st.sampled_from(["one above", "one below", "three values"]),
+    offset=st.sampled_from([0.0, 1.0, -20.3, 100.1, -1000.0, 1e4]),
+    spread=st.sampled_from([1.0, 0.1, 0.001]),
+    size=st.integers(2, 16),
+)
+def test_a_constant_added_to_all_rewards_changes_nothing(function, dtype, shape, offset, spread, size):
+    place = torch.arange(size)
+    steps = {"one above": place == 0, "one below": -(place == 0).int(), "three values": place % 3}[shape]
+    rewards, groups = (offset + spread * steps.double()).to(dtype), torch.zeros_like(place)
+    without = rewards.double() - rewards[-1].double()  # exact
+    torch.testing.assert_close(function(rewards, groups).double(), function(without, groups), atol=1e-8, rtol=1e-5)
 
 
 def test_large_integers_keep_their_differences():

@@ -158,7 +158,7 @@ def test_tools_of_messages_and_of_sharegpt():
         ),
         (
             {"question": "Q", "answer": "3", "system": "S", "messages": [SYSTEM, user("Q")]},
-            "system: expected one system message, got a column and a message",
+            "system: expected one system message, got a column and a message that differ",
         ),
         (
             {"messages": [user("Q"), assistant("a")], "completion": "b"},
@@ -359,6 +359,17 @@ def test_pairs(raw, messages, chosen, rejected):
     assert pair_row(row) == row
 
 
+def test_a_system_column_that_repeats_the_chats_system_message_is_read():
+    """Of pairs and of tasks."""
+    raw = {"system": SYSTEM["content"], "chosen": [SYSTEM, user("Q"), assistant("a")]}
+    pair = pair_row({**raw, "rejected": [SYSTEM, user("Q"), assistant("b")]})
+    assert pair["messages"] == [SYSTEM, user("Q")] and (pair["chosen"], pair["rejected"]) == ("a", "b")
+    in_parts = {"role": "system", "content": [{"type": "text", "text": SYSTEM["content"]}]}
+    for system in (SYSTEM, in_parts):
+        task = task_row({"system": SYSTEM["content"], "messages": [system, user("Q"), assistant("a")]})
+        assert len(task["messages"]) == 2 and task["answer"] == "a"
+
+
 @pytest.mark.parametrize(
     ("raw", "error"),
     [
@@ -376,7 +387,7 @@ def test_pairs(raw, messages, chosen, rejected):
                 "chosen": [SYSTEM, user("Q"), assistant("a")],
                 "rejected": [SYSTEM, user("Q"), assistant("b")],
             },
-            "system: expected one system message, got a column and a message",
+            "system: expected one system message, got a column and a message that differ",
         ),
         ({"chosen": "red", "rejected": "green"}, "question: expected text or messages, got none"),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "question: expected text or messages, got none"),

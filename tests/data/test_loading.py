@@ -16,6 +16,7 @@ from rlkit.data import (
     open_stream,
     with_heldout,
 )
+from rlkit.data.formats import task_row
 from rlkit.rewards.rules import exact_match
 from rlkit.vlm import encode_prompt, load_processor
 
@@ -66,6 +67,20 @@ def labelled_pairs():
 def marked_answers():
     rows = [{"question": f"Q{i}", "images": [], "answer": "a", "completion": i, "label": i == "1"} for i in "123"]
     return Task("marked", rows[1:], rows[:1], exact_match)
+
+
+def chats_with_a_class():
+    chats = [
+        [{"role": "user", "content": f"Is {i} odd?"}, {"role": "assistant", "content": f"{i % 2}!"}] for i in range(4)
+    ]
+    rows = [task_row({"messages": chat, "label": i % 2}) for i, chat in enumerate(chats)]
+    return Task("parity", rows[1:], rows[:1], exact_match)
+
+
+def test_the_class_of_a_chat_does_not_mark_its_answer():
+    """It is the right answer of the task; another row's is the wrong one."""
+    found = list(load_unpaired(f"{__file__}:chats_with_a_class").train)
+    assert len(found) == 6 and all(row["label"] == (row["completion"] == str(row["answer"])) for row in found)
 
 
 def test_pairs_with_a_label_are_pairs(tmp_path):
