@@ -89,7 +89,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """A token's advantage is how much likelier the teacher finds it than the student that sampled
     it."""
-    # one optimizer step per batch: the policy has not changed since sampling, and the ratio is 1
+    # absent with one optimizer step per batch: the policy is unchanged since sampling, the ratio 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     advantages = mb.teacher_logprobs - old
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
@@ -120,7 +120,7 @@ def divergence(logits, teacher, cfg: Config, output_layer):  # [n, V], {name: [n
 
 def divergence_loss(out, mb, cfg: Config):
     """Mean divergence over all tokens."""
-    # one optimizer step per batch: the policy has not changed since sampling, and the ratio is 1
+    # for mismatch_stats; absent with one optimizer step per batch
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     loss = token_mean(out.divergence, mb.mask, mb.total_tokens)
     return loss, {

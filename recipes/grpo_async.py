@@ -95,7 +95,7 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
         )
     urls, gpus = list(cfg.servers), torch.cuda.device_count()
     shares_gpu = not cfg.servers and 0 < gpus <= dist.get_world_size()
-    options = {"transfer": "gloo"} if shares_gpu else {}  # NCCL does not allow two processes
+    options = {"transfer": "gloo"} if shares_gpu else {}  # NCCL needs a GPU per process
     if not cfg.servers and run.is_main_process:
         run.print(f"starting a vLLM server, its log is in {run.out}")
         flags = [] if gpus else ["--kv-cache-memory-bytes", str(256 << 20)]
@@ -186,8 +186,8 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     requested = deque(map(request_step, range(start, cfg.steps)[:ahead]))
     stack.callback(cancel, requested)
     loss_fn = partial(policy_loss, cfg=cfg)
-    run.phase("generate")  # what is waited for
     for step in run.steps(start, cfg.steps):
+        run.phase("generate")  # what is waited for
         prompts, future = requested.popleft()
         answers = scored_answers(sampler, prompts, future, failures)
         sampler.stop_if_rewards_failed(answers)
@@ -214,7 +214,6 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
             break
         if step == start or (step + 1) % cfg.save_every == 0:  # it waits until servers are free
             check_weights()
-        run.phase("generate")
 
     cancel(requested)
     runs.finish(cfg, run, evaluate("after"), model=engine)

@@ -78,7 +78,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     policy's tokens of all ranks."""
-    # one optimizer step per batch: the policy has not changed since sampling, and the ratio is 1
+    # absent with one optimizer step per batch: the policy is unchanged since sampling, the ratio 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)

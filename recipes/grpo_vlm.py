@@ -87,7 +87,7 @@ def clip_range(cfg: Config) -> dict[str, float]:
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens counts the
     tokens of the whole batch, over all ranks."""
-    # one optimizer step per batch: the policy has not changed since sampling, and the ratio is 1
+    # absent with one optimizer step per batch: the policy is unchanged since sampling, the ratio 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = clip_range(cfg)
     loss = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, **clip)

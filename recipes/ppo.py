@@ -111,13 +111,15 @@ def value_loss(out, mb, cfg: Config):  # out.values [B, T]
 def filtered(samples, seed: int, cfg: Config):
     """The samples to train on: all, or with PF-PPO as many, drawn with replacement by reward.
 
-    A group is drawn in proportion to its scored answers."""
+    A group is drawn in proportion to the number of its scored answers."""
     if not (cfg.pf_ppo_best or cfg.pf_ppo_worst):
         return samples
     rewards, groups = torch.tensor([sample.reward for sample in samples]), group_ids(samples)
-    weights = pf_ppo_weights(rewards, groups, cfg.pf_ppo_best, cfg.pf_ppo_worst)  # 1 per group
+    weights = pf_ppo_weights(
+        rewards, groups, cfg.pf_ppo_best, cfg.pf_ppo_worst
+    )  # sum to 1 per group
     weights = weights * (groups == groups[:, None]).sum(1)
-    drawn = pf_ppo_indices(weights, len(samples), torch.Generator().manual_seed(seed))
+    drawn = pf_ppo_indices(weights, len(samples), torch.Generator().manual_seed(seed % 2**63))
     return [samples[i] for i in drawn.tolist()]
 
 

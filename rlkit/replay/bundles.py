@@ -33,7 +33,7 @@ class Draw:
     Attributes:
         samples: all answers with their rewards; the reward is nan if the answer could not be scored.
         sampling: fields of `rlkit.rollout.Sampling`.
-        phase: "generate", or "evaluate" for ReMax's greedy baseline answers.
+        phase: the phase of the run in which the answers were generated.
         prompts: the prompts. They are not saved, because each answer begins with its prompt.
     """
 

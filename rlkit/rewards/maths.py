@@ -156,7 +156,8 @@ def same_answer(
         gold: the right answer; the comparison is not symmetric.
         boxed: the whole answer is a formula. Otherwise it may be a sentence: then a number in it, or a formula between
             dollars, counts too.
-        marked: of a sentence that begins with a number or a formula, this one counts, otherwise the last one.
+        marked: of a sentence that begins with a number or a formula, this one counts (of an equation, its last side),
+            otherwise the last one.
         seconds: limit of processor time, so that other processes do not use it up. The limit of wall time is four times
             as long.
 

@@ -24,8 +24,10 @@ LEFT_SIDES = re.compile(  # all those at the beginning of equations without word
     r"""^(?:
           (?: \\[a-zA-Z]++      # a command of LaTeX, of any length,
             | \\.               # an escaped character, such as \$,
-            | (?![^\W\d_]{2})    # or another character that does not begin a word
-              [^=\\]
+            | (?! [^\W\d_]{2}  # or another character that does not begin a word,
+                | [,.;:]\s | (?<=[\w$)])\s\(  # end a clause, open a remark in brackets,
+              )
+              [^=\\<>!]        # or belong to >= or !=
           )*+
           =\s*+
         )++""",
@@ -79,7 +81,8 @@ def verdict(answer: str, gold: str, boxed: bool, marked: bool) -> bool | None:
     if not boxed and is_sentence(text):  # its formulas stand between dollars, or are numbers
         begins_with_result = marked and not re.match(r"[^\W\d_]{2}", text)
         if begins_with_result:  # math-verify takes the first formula after these words
-            text = f"The final answer is {LEFT_SIDES.sub('', text)}"
+            result = text if "=" in gold_text else LEFT_SIDES.sub("", text)
+            text = f"The final answer is {result}"
         given = given + parsed(text, boxed=False)
     if verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True):
         return True

@@ -358,7 +358,7 @@ class VllmRollout:
 
 
 def _checked_dtype(dtype: str | None) -> str | None:
-    """None for the default, which is vLLM's "auto" too; a ValueError for an unknown name."""
+    """The dtype, or None for "auto", the default; a ValueError for an unknown name."""
     if dtype not in (None, "auto", *DTYPES):
         raise ValueError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
     return None if dtype == "auto" else dtype

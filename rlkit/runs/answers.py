@@ -121,8 +121,8 @@ class LearningWarnings:
             self._warn_once(
                 "equal rewards",
                 f"{'the answers to each prompt' if self.compares == 'group' else 'all answers'} have had equal rewards "
-                f"for {EQUAL_STEPS} steps, from which nothing is learned: look at the answers, and at how they are "
-                "scored (--reward)",
+                f"for {EQUAL_STEPS} steps, from which little or nothing is learned: look at the answers, and at how "
+                "they are scored (--reward)",
             )
         if (cut := metrics["response_length/cut"]) > 0.5:
             at = f"are cut at --max_new_tokens {self.cfg.max_new_tokens}"
