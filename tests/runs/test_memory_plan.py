@@ -46,7 +46,9 @@ def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "my_lr.py").write_text("LR = 1e-3\n")
     text = RECIPE.read_text().replace("\n@dataclass\n", "\nfrom my_lr import LR\n\n@dataclass\n", 1)
-    text = text.replace("    steps: int", '    own: float = LR\n    """An option."""\n    steps: int', 1)
+    steps = "    steps: runs.PositiveInt"
+    assert steps in text
+    text = text.replace(steps, f'    own: float = LR\n    """An option."""\n{steps}', 1)
     (folder / "my_recipe.py").write_text(text)
     return load(folder / "my_recipe.py")
 
