@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlkit.data.samples import Row
 from rlkit.data.tables import as_rows
 from rlkit.rollout.vllm_families import config_or_empty
-from rlkit.runs.command_line import RENAMED
+from rlkit.runs.command_line import MOVED, RENAMED
 from rlkit.runs.option_types import changeable_options
 from rlkit.runs.options import RUN_ONLY_OPTIONS, RunOptions, TaskOptions
 from rlkit.runs.vllm_options import longest_row
@@ -106,9 +106,21 @@ def _changed_options(
             f"resume: expected the options of the run in {out}, but {described}; to continue with them, add "
             f"--allow_changes {' '.join(refused)}"
         )
+    _check_no_option_moved(out, before, now)
     _check_same_factors(out, before, now)
     changed |= _changed_contents(out, before.get(CONTENTS, {}), contents, options["allow_changes"])
     return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in NOT_REPORTED]
+
+
+def _check_no_option_moved(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a run used an option that its recipe no longer has: it would continue without it."""
+    without_effect = (None, 0, before.get("lam"))  # the critic's lambda was an option of its own
+    for name, place in MOVED.items():
+        if name not in now and (value := before.get(name)) not in without_effect:
+            raise ValueError(
+                f"resume: expected a run in {out} whose options this recipe has, but {name} was {value!r}, and moved "
+                f"to {place}"
+            )
 
 
 def _changed_contents(

@@ -135,6 +135,20 @@ def test_the_new_name_of_an_option_is_compared_with_the_old_one(tmp_path):
         start(cfg)
 
 
+def test_a_run_with_an_option_that_moved_is_refused(cfg):
+    """Without it the run would continue as another algorithm."""
+    start(cfg)
+    path = Path(cfg.out) / "config.json"
+    known = json.loads(path.read_text())
+    unused = {"lm_coef": 0.0, "normalise_rewards": False, "critic_lam": 0.95, "lam": 0.95}
+    path.write_text(json.dumps(known | unused))
+    start(replace(cfg, resume=True))
+    for name, value in {"lm_coef": 0.1, "normalise_rewards": True, "critic_lam": 1.0}.items():
+        path.write_text(json.dumps(known | unused | {name: value}))
+        with pytest.raises(ValueError, match=f"resume: expected a run .* but {name} was {value!r}, and moved to"):
+            start(replace(cfg, resume=True))
+
+
 def test_a_run_that_did_not_record_its_data_is_resumed(cfg, tmp_path):
     path = tmp_path / "run" / CONFIG
     known = json.loads(path.read_text())
