@@ -32,7 +32,6 @@ from typing import NamedTuple
 from rlkit import runs
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
 from rlkit.data import collate, group_ids, rows_of_steps
-from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
     clipped_policy_loss,
     importance_weights,
@@ -75,7 +74,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     tokens of all ranks."""
-    # absent with one optimizer step per batch: the policy is unchanged since sampling, the ratio 1
+    # with one optimizer step per batch, main adds no old_logprobs: the ratio is 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
@@ -86,16 +85,6 @@ def policy_loss(out, mb, cfg: Config):
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
-
-
-def update_policy(batch, cfg: Config, step: int, engine):
-    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
-    loss_fn, updates = partial(policy_loss, cfg=cfg), []
-    for epoch in range(cfg.ppo_epochs):
-        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
-            part = rebalance_across_ranks(part, engine.data_parallel_group)
-            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
-    return runs.mean_metrics(updates)
 
 
 class SampledGroups(NamedTuple):
@@ -167,12 +156,14 @@ def main(cfg: Config) -> None:
     state = runs.resume(cfg, run, checkpoints=engine)
 
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
+    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(runs.evaluate_heldout, sampler, heldout)
     runs.evaluate_at_start(cfg, run, state["step"], evaluate, engine)
 
     gen_batches_done = state["gen_batches_done"] if state["step"] else 0  # position in the data
     rows = rows_of_steps(task.train, count(gen_batches_done), cfg.gen_batch_size, cfg.seed)
     gen_batches = runs.prefetch(map(sampler.encode, rows), run)
+    loss_fn = partial(policy_loss, cfg=cfg)
     for step in run.steps(state["step"], cfg.steps):
         sampled = sample_groups(gen_batches, gen_batches_done, cfg, sampler, engine)
         gen_batches_done += sampled.num_gen_batches
@@ -192,7 +183,11 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            metrics = update_policy(batch, cfg, step, engine)
+            updates = [
+                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
+                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
+            ]
+        metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())

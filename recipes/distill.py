@@ -89,7 +89,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """A token's advantage is how much likelier the teacher finds it than the student that sampled
     it."""
-    # absent with one optimizer step per batch: the policy is unchanged since sampling, the ratio 1
+    # with one optimizer step per batch, main adds no old_logprobs: the ratio is 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     advantages = mb.teacher_logprobs - old
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
@@ -120,7 +120,7 @@ def divergence(logits, teacher, cfg: Config, output_layer):  # [n, V], {name: [n
 
 def divergence_loss(out, mb, cfg: Config):
     """Mean divergence over all tokens."""
-    # for mismatch_stats; absent with one optimizer step per batch
+    # with one optimizer step per batch, main adds no old_logprobs: the policy has not changed
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     loss = token_mean(out.divergence, mb.mask, mb.total_tokens)
     return loss, {
@@ -165,17 +165,6 @@ def loss_functions(teacher, cfg: Config):
     return partial(divergence_loss, cfg=cfg), {"divergence": function}
 
 
-def update_student(batch, loss_fn, logit_functions, cfg: Config, step: int, engine):
-    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
-    options = {"outputs": ("logprobs", "entropy"), "logit_functions": logit_functions}
-    updates = []
-    for epoch in range(cfg.ppo_epochs):
-        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
-            part = rebalance_across_ranks(part, engine.data_parallel_group)
-            updates.append(engine.train_batch(part, loss_fn, **options))
-    return runs.mean_metrics(updates)
-
-
 def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     task = runs.load_named_task(cfg, cfg.task)
@@ -190,11 +179,13 @@ def main(cfg: Config) -> None:
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares="nothing")
-    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
+    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(runs.evaluate_heldout, sampler, heldout)
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
+    needed = {"outputs": ("logprobs", "entropy"), "logit_functions": logit_functions}
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -213,7 +204,11 @@ def main(cfg: Config) -> None:
         with runs.keep_on_device(engine):
             if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            metrics = update_student(batch, loss_fn, logit_functions, cfg, step, engine)
+            updates = [
+                engine.train_batch(mini_batch, loss_fn, **needed)
+                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
+            ]
+        metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | counts

@@ -78,7 +78,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     policy's tokens of all ranks."""
-    # absent with one optimizer step per batch: the policy is unchanged since sampling, the ratio 1
+    # with one optimizer step per batch, main adds no old_logprobs: the ratio is 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
@@ -93,16 +93,6 @@ def policy_loss(out, mb, cfg: Config):
         loss = loss + cfg.kl_coef * kl
         metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
-
-
-def update_policy(batch, cfg: Config, step: int, engine):
-    """Take all optimizer steps on a batch, one per pass and mini-batch; returns mean metrics."""
-    loss_fn, updates = partial(policy_loss, cfg=cfg), []
-    for epoch in range(cfg.ppo_epochs):
-        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
-            part = rebalance_across_ranks(part, engine.data_parallel_group)
-            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
-    return runs.mean_metrics(updates)
 
 
 def episodes(cfg: Config, rollout, tool, processor, engine):
@@ -177,11 +167,13 @@ def main(cfg: Config) -> None:
 
     play = episodes(cfg, rollout, tool, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, generate=play)
-    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
+    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(runs.evaluate_heldout, sampler, heldout)
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
+    loss_fn = partial(policy_loss, cfg=cfg)
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -197,7 +189,11 @@ def main(cfg: Config) -> None:
                 batch.add(ref_logprobs=reference(batch))
             if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-            metrics = update_policy(batch, cfg, step, engine)
+            updates = [
+                engine.train_batch(mini_batch, loss_fn, outputs=("logprobs", "entropy"))
+                for mini_batch in runs.mini_batches(batch, cfg, step, engine)
+            ]
+        metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())

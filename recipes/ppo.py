@@ -34,7 +34,6 @@ from rlkit.advantages import (
     rewards_to_tokens,
 )
 from rlkit.data import collate, group_ids, rows_of_steps
-from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.losses import (
     clipped_policy_loss,
@@ -147,18 +146,11 @@ def batch_metrics(batch, engine):
     return metrics | {"value/explained_variance": explained}
 
 
-def mini_batches(batch, cfg: Config, step: int, engine):
-    """The mini-batches of `ppo_epochs` passes over a batch."""
-    for epoch in range(cfg.ppo_epochs):
-        for part in runs.split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
-            yield rebalance_across_ranks(part, engine.data_parallel_group)
-
-
 def update_critic(batch, cfg: Config, step: int, engine, critic):
     """All optimizer steps of the critic on a batch; mean metrics."""
     loss_fn = partial(value_loss, cfg=cfg)
     with runs.keep_on_device(critic):
-        parts = mini_batches(batch, cfg, step, engine)
+        parts = runs.mini_batches(batch, cfg, step, engine)
         means = runs.mean_metrics([critic.train_batch(part, loss_fn) for part in parts])
     kept = ("loss", "grad_norm", "lr", "skipped_steps")
     return {f"critic/{name}": x for name, x in means.items() if name in kept}
@@ -168,7 +160,7 @@ def update_policy(batch, cfg: Config, step: int, engine):
     """All optimizer steps of the policy on a batch; mean metrics."""
     loss_fn, outputs = partial(policy_loss, cfg=cfg), ("logprobs", "entropy")
     with runs.keep_on_device(engine):
-        parts = mini_batches(batch, cfg, step, engine)
+        parts = runs.mini_batches(batch, cfg, step, engine)
         return runs.mean_metrics([engine.train_batch(part, loss_fn, outputs) for part in parts])
 
 
@@ -198,7 +190,8 @@ def main(cfg: Config) -> None:
     start = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)["step"]
 
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares="batch")
-    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
+    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(runs.evaluate_heldout, sampler, heldout)
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)

@@ -125,7 +125,8 @@ def main(cfg: Config) -> None:
 
     compares = "group" if uses_groups else "batch"
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, compares=compares)
-    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
+    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(runs.evaluate_heldout, sampler, heldout)
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
     loss_fn = partial(policy_loss, cfg=cfg)

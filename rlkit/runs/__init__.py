@@ -72,7 +72,7 @@ from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import mean_metrics, totals
-from rlkit.runs.updates import group_ids_of_all_ranks, keep_on_device, split_by_prompt
+from rlkit.runs.updates import group_ids_of_all_ranks, keep_on_device, mini_batches
 from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flags, processor_flags
 
 __all__ = [
@@ -128,6 +128,7 @@ __all__ = [
     "mean_and_error",
     "means_of_rows",
     "mean_metrics",
+    "mini_batches",
     "prefetch",
     "one_sentence_errors",
     "out_of_patience",
@@ -139,7 +140,6 @@ __all__ = [
     "resume_answers",
     "run_recipe",
     "save",
-    "split_by_prompt",
     "start_run",
     "totals",
     "with_epochs",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.samples import Batch
+from rlkit.engines.balance import rebalance_across_ranks
 
 
 def group_ids_of_all_ranks(group_ids: Tensor, engine: Any) -> np.ndarray:
@@ -42,6 +43,17 @@ def split_by_prompt(batch: Batch, parts: int, engine: Any, seed: Sequence[int]) 
         part = batch.select(rows.tolist())
         if engine.global_sum(part.mask.sum()):
             yield part
+
+
+def mini_batches(batch: Batch, cfg: Any, step: int, engine: Any) -> Iterator[Batch]:
+    """The mini-batches of a batch, `cfg.mini_batches` in each of `cfg.ppo_epochs` passes, made when they are needed.
+
+    Each pass shuffles the prompts (`split_by_prompt`). Rows of a mini-batch are moved between ranks, so that all have
+    about as many tokens. All ranks call this together.
+    """
+    for epoch in range(cfg.ppo_epochs):
+        for part in split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch)):
+            yield rebalance_across_ranks(part, engine.data_parallel_group)
 
 
 def keep_on_device(engine: Any) -> AbstractContextManager[None]:

@@ -13,16 +13,10 @@ from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.losses import clipped_policy_loss, token_mean
-from rlkit.runs import group_ids_of_all_ranks, mean_metrics, split_by_prompt
+from rlkit.runs import group_ids_of_all_ranks, mean_metrics, mini_batches
 from rlkit.tracking import Run
 
 ONE_RANK = SimpleNamespace(global_sum=lambda x: x, data_parallel_group=None)
-
-
-def mini_batches(batch, cfg, step, engine):
-    """As in a recipe."""
-    for epoch in range(cfg.ppo_epochs):
-        yield from split_by_prompt(batch, cfg.mini_batches, engine, (cfg.seed, step, epoch))
 
 
 def config(**options):
