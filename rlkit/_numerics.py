@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit import _check as check
@@ -31,7 +30,12 @@ def masked_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor | Non
     no gradient.
     """
     log_ratio = at_least_float32(logprobs) - at_least_float32(base_logprobs.detach())
-    return F.hardtanh(masked(log_ratio, mask), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # clamp, with a cheaper backward
+    return masked(log_ratio, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def unbounded_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: the log-ratio, 0 outside the mask; an infinite one stays outside every finite bound."""
+    return masked(at_least_float32(logprobs) - at_least_float32(base_logprobs), mask)
 
 
 def masked_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor | None) -> Tensor:

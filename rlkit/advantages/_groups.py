@@ -68,6 +68,21 @@ def group_std(x: Tensor, group: Tensor) -> Tensor:
     return root(squares / (group_size(group) - 1).clamp(min=1))
 
 
+def difference_to_others(x: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] both: x minus the mean of the others of its group, and the standard deviation of the others.
+
+    The standard deviation is 0 where the others are all equal. A group of one has the difference 0.
+    """
+    x = x - group_min(x.detach(), group)  # else a large mean is rounded, and equal numbers of the others would differ
+    size, centred = group_size(group), x - group_mean(x, group)
+    difference = centred * size / (size - 1).clamp(min=1)
+    squares = group_sum(centred.square(), group)
+    squares_of_others = squares - centred * difference
+    differ = squares_of_others > 1e-12 * squares  # below that it is rounding
+    std = root(torch.where(differ, squares_of_others / (size - 2).clamp(min=1), 1))
+    return difference, torch.where(differ, std, 0)
+
+
 def root(variance: Tensor) -> Tensor:
     """The square root of a float64 variance, never quite 0: 0 may be divided by it, and its gradient at 0 is 0."""
     return variance.clamp(min=torch.finfo(torch.float64).tiny).sqrt()

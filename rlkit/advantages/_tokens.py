@@ -1,11 +1,9 @@
 """Rewards per token, and the tokens of the mask side by side."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import at_least_float32
+from rlkit._numerics import at_least_float32, masked
 
 
 def rewards_per_token(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -15,9 +13,8 @@ def rewards_per_token(rewards: Tensor, mask: Tensor) -> Tensor:
     rewards = at_least_float32(rewards)
     if rewards.ndim == 1:
         check.shape("rewards", rewards, (len(mask),), "or [B, T] as mask")
-        columns = torch.arange(mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
-        last = (F.pad(mask, (1, 0)) * columns).amax(1, keepdim=True).long()  # counted from 1; 0 where there is none
-        return rewards.new_zeros(len(mask), len(columns)).scatter(1, last, rewards[:, None])[:, 1:].contiguous()
+        last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+        return masked(rewards[:, None].expand_as(mask), last)
     check.shape("rewards", rewards, tuple(mask.shape), "as mask, or [B]")
     return rewards
 

@@ -86,17 +86,14 @@ def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: flo
     check.shape("roles", roles, tuple(rewards.shape), "as rewards")
     check.rank("baselines", baselines, 1, "[R]")
     check.share(decay=decay)
-    scored, samples = rewards.isfinite(), len(rewards)
+    scored = rewards.isfinite()
     r = torch.where(scored, rewards.double(), 0)
-    # a baseline is wanted before each sample, and at the end of each role
-    wanted = torch.cat([roles, torch.arange(len(baselines), device=roles.device)])
-    earlier = (wanted[:, None] == roles).tril(-1) & scored  # [i, j]: sample j counts, has the role of i and precedes it
-    seen = earlier.sum(1).double()
-    between = (seen[:, None] - seen[:samples] - 1).clamp(min=0)  # [i, j]: samples of that role after j and before i
-    weights = torch.where(earlier, (1 - decay) * decay**between, 0)
-    running = decay**seen * baselines.double()[wanted] + weights @ r
-    before, after = running[:samples], running[samples:]
-    return AdvantagesAndBaselines(zero_unscored(r - before, rewards), in_dtype_of(rewards, after))
+    running, before = baselines.double(), [r[:0]]
+    for i in range(len(r)):
+        same_role = torch.arange(len(running), device=roles.device) == roles[i]  # [R]
+        before.append((running * same_role).sum(0, keepdim=True))
+        running = torch.where(same_role & scored[i], decay * running + (1 - decay) * r[i], running)
+    return AdvantagesAndBaselines(zero_unscored(r - torch.cat(before), rewards), in_dtype_of(rewards, running))
 
 
 def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Tensor:

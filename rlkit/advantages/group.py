@@ -5,13 +5,10 @@ from torch import Tensor
 
 from rlkit import _check as check
 from rlkit.advantages._groups import (
+    difference_to_others,
     group_mean,
-    group_min,
-    group_size,
     group_std,
-    group_sum,
     rewards_and_groups,
-    root,
     zero_unscored,
 )
 
@@ -61,14 +58,8 @@ def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float
     check.groups(group_ids, rewards=rewards)
     check.not_negative(eps=eps)
     r, group = rewards_and_groups(rewards, group_ids)
-    r = r - group_min(r.detach(), group)  # else a large mean is rounded, and equal rewards of the others would differ
-    size, centred = group_size(group), r - group_mean(r, group)
-    difference = centred * size / (size - 1).clamp(min=1)  # r_i - m_i
-    squares = group_sum(centred.square(), group)
-    squares_of_others = squares - centred * difference  # sum over j != i of (r_j - m_i)^2
-    differ = squares_of_others > 1e-12 * squares  # below that it is rounding: the others' rewards are equal
-    std = root(torch.where(differ, squares_of_others / (size - 2).clamp(min=1), 1))
-    return zero_unscored(difference / torch.where(differ, std + eps, 1), rewards)
+    difference, std = difference_to_others(r, group)
+    return zero_unscored(difference / torch.where(std > 0, std + eps, 1), rewards)
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:

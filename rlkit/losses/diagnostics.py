@@ -19,9 +19,9 @@ from rlkit._numerics import (
     masked_ratio,
     mean_over_tokens,
     one_rank,
+    unbounded_log_ratio,
 )
 from rlkit.losses.kl import kl_k3
-from rlkit.losses.mismatch import _unbounded_log_ratio
 from rlkit.losses.reductions import sequence_mean, token_mean
 
 
@@ -197,7 +197,7 @@ def mismatch_stats(
         A dict of 0-d tensors.
     """
     check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    distance = _unbounded_log_ratio(logprobs, rollout_logprobs, mask).abs()
+    distance = unbounded_log_ratio(logprobs, rollout_logprobs, mask).abs()
     weight = masked(masked_ratio(logprobs, rollout_logprobs, mask), mask)
     total = mask.sum() if total is None else total
     sums = {  # the terms are 0 outside the mask

@@ -15,7 +15,7 @@ from rlkit._numerics import at_least_float32
 
 @torch.no_grad()
 def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tensor:
-    r"""The share of a batch's trained tokens that have the highest entropy, the only ones to learn from.
+    r"""Mask of the trained tokens with the highest entropy, so that only these are trained on.
 
     $$m'_{b,t} = m_{b,t} \wedge (H_{b,t} \ge \tau), \quad \tau \text{ the } (1 - \text{share}) \text{ quantile of } H
     \text{ over the mask}$$

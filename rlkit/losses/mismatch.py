@@ -34,7 +34,14 @@ import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio, masked_ratio, mean_over_tokens
+from rlkit._numerics import (
+    LOG_RATIO_LIMIT,
+    masked,
+    masked_log_ratio,
+    masked_ratio,
+    mean_over_tokens,
+    unbounded_log_ratio,
+)
 
 
 @torch.no_grad()
@@ -66,8 +73,9 @@ def importance_weights(
 def sequence_importance_weights(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    r"""Truncated importance weight of a sequence on each of its tokens, $w = \mathrm{clip}(\prod_t \rho_t, \text{low},
-    \text{high})$.
+    r"""Truncated importance weight of a sequence, on each of its tokens.
+
+    $$w = \mathrm{clip}(\prod_t \rho_t, \text{low}, \text{high})$$
 
     Seq-TIS, https://richardli.xyz/rl-collapse; verl's rollout_is "sequence", TRL's "sequence_truncate". The untruncated
     weight is unbiased; its variance grows exponentially with the length.
@@ -85,8 +93,9 @@ def sequence_importance_weights(
 def geometric_importance_weights(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    r"""Truncated geometric mean of a sequence's ratios on each of its tokens, $w = \mathrm{clip}((\prod_t
-    \rho_t)^{1/n}, \text{low}, \text{high})$, n the sequence's tokens.
+    r"""Truncated geometric mean of a sequence's ratios, on each of its n tokens.
+
+    $$w = \mathrm{clip}((\prod_t \rho_t)^{1/n}, \text{low}, \text{high})$$
 
     https://richardli.xyz/rl-collapse; slime's tis_level "geometric". It does not shrink or grow with the length, and it
     is no importance weight: verl's docs keep the geometric mean for rejection, see `geometric_rejection_mask`.
@@ -104,8 +113,9 @@ def geometric_importance_weights(
 def masked_importance_weights(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float
 ) -> Tensor:
-    r"""IcePop: the ratio of a token inside the band, and 0 outside it, $w_t = \rho_t\, [\text{low} \le \rho_t \le
-    \text{high}]$.
+    r"""IcePop: the ratio of a token inside the band, and 0 outside it.
+
+    $$w_t = \rho_t\, [\text{low} \le \rho_t \le \text{high}]$$
 
     The Ling team, https://arxiv.org/abs/2510.18855, its function M with alpha = low and beta = high; verl's
     "lower_upper" threshold and slime's icepop_function are the same. With `low=0` it is token-level MIS, TRL's
@@ -127,8 +137,9 @@ def masked_importance_weights(
 def sequence_masked_importance_weights(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float
 ) -> Tensor:
-    r"""MIS: the ratio of a sequence on each of its tokens where it is inside the bounds, and 0 where it is not,
-    $w = \rho\, [\text{low} \le \rho \le \text{high}]$ with $\rho = \prod_t \rho_t$.
+    r"""MIS: the ratio of a sequence on each of its tokens where it is inside the bounds, and 0 where it is not.
+
+    $$w = \rho\, [\text{low} \le \rho \le \text{high}], \quad \rho = \prod_t \rho_t$$
 
     Seq-MIS, https://richardli.xyz/rl-collapse, with `low=0`; TRL's "sequence_mask".
 
@@ -159,7 +170,7 @@ def token_rejection_mask(
         bool [B, T], the tokens of `mask` that are kept: use it in place of the mask.
     """
     check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
+    log_ratio = unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(log_ratio, low, high) & ~_vetoed(log_ratio, veto)
 
 
@@ -179,7 +190,7 @@ def sequence_rejection_mask(
     Args, Returns: as `token_rejection_mask`.
     """
     check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
+    log_ratio = unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(log_ratio.sum(1, keepdim=True), low, high) & ~_vetoed(log_ratio, veto)
 
 
@@ -196,7 +207,7 @@ def geometric_rejection_mask(
     Args, Returns: as `token_rejection_mask`.
     """
     check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
+    log_ratio = unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(mean_over_tokens(log_ratio, mask), low, high) & ~_vetoed(log_ratio, veto)
 
 
@@ -267,11 +278,6 @@ def sequence_max_divergence_mask(divergence: Tensor, mask: Tensor, high: float) 
 def _product(log_ratio: Tensor) -> Tensor:
     """[B, 1]: the ratio of a whole sequence; its logarithm too is held within +-LOG_RATIO_LIMIT."""
     return log_ratio.sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def _unbounded_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: the log-ratio, 0 outside the mask; an infinite one stays outside every finite bound."""
-    return masked(at_least_float32(logprobs) - at_least_float32(base_logprobs), mask)
 
 
 def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:

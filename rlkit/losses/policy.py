@@ -36,12 +36,16 @@ def clipped_policy_loss(
     """
     check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check.not_negative(clip_low=clip_low, clip_high=clip_high)
-    check.dual_clip(dual_clip)
     ratio = masked_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
+    return dual_clipped(torch.maximum(unclipped, clipped), advantages, dual_clip)
+
+
+def dual_clipped(loss: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
+    """The loss, at most `-dual_clip * advantages` where the advantages are below 0."""
+    check.dual_clip(dual_clip)
     if dual_clip is None:
         return loss
     return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
@@ -108,7 +112,7 @@ def gppo_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    r"""GPPO: PPO's clipped loss in value, with a bounded gradient in place of none where the clip binds.
+    r"""GPPO: the value of PPO's clipped loss, but tokens that are clipped keep a bounded gradient.
 
     $$L = -\mathrm{sg}(w)\, \frac{r}{\mathrm{sg}(r)}\, A, \quad w = \min(r, 1 + \epsilon_{high}) \text{ where } A > 0,
     \ \max(r, 1 - \epsilon_{low}) \text{ elsewhere}$$

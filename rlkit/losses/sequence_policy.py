@@ -1,16 +1,25 @@
 r"""Policy-gradient losses with one ratio per sequence, and the mask of sequences that the policy has moved away from.
 
-A sequence is its tokens inside the mask, and its value stands on each of them. Only `logprobs` gets a gradient. At
-ratio 1 the gradient of the summed loss is $-A$ on every trained token (times the sequence's length in `luspo_loss`).
+A sequence is its tokens inside the mask. Each loss repeats a sequence's value on all of its tokens. Only `logprobs`
+gets a gradient. At ratio 1 the gradient of the summed loss is $-A$ on every trained token (times the sequence's length
+in `luspo_loss`).
 """
 
 import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import masked, masked_advantages, masked_log_ratio, mean_over_tokens, sequence_advantages
+from rlkit._numerics import (
+    masked,
+    masked_advantages,
+    masked_log_ratio,
+    mean_over_tokens,
+    sequence_advantages,
+    unbounded_log_ratio,
+)
 from rlkit.losses.kl import kl_binary
-from rlkit.losses.mismatch import _unbounded_log_ratio, sequence_mean_divergence_mask
+from rlkit.losses.mismatch import sequence_mean_divergence_mask
+from rlkit.losses.policy import dual_clipped
 
 
 def gspo_loss(
@@ -47,7 +56,7 @@ def gspo_loss(
     advantages = sequence_advantages(advantages, mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return masked(_dual_clipped(torch.maximum(unclipped, clipped), advantages, dual_clip), mask)
+    return masked(dual_clipped(torch.maximum(unclipped, clipped), advantages, dual_clip), mask)
 
 
 def gspo_token_loss(
@@ -80,7 +89,7 @@ def gspo_token_loss(
     advantages = masked_advantages(advantages, mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return _dual_clipped(torch.maximum(unclipped, clipped), advantages, dual_clip)
+    return dual_clipped(torch.maximum(unclipped, clipped), advantages, dual_clip)
 
 
 def luspo_loss(
@@ -259,14 +268,6 @@ def off_policy_sequence_mask(
     """
     check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check.not_negative(high=high)
-    drift = mean_over_tokens(_unbounded_log_ratio(old_logprobs, logprobs, mask), mask)
+    drift = mean_over_tokens(unbounded_log_ratio(old_logprobs, logprobs, mask), mask)
     negative = check.advantages_per_token(advantages, mask) < 0
     return mask & ~(negative & (drift > high))
-
-
-def _dual_clipped(loss: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
-    """The loss, at most -dual_clip * advantages where the advantages are below 0."""
-    check.dual_clip(dual_clip)
-    if dual_clip is None:
-        return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)

@@ -251,9 +251,9 @@ def vespo_loss(
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = sequence_advantages(advantages, mask)
     log_w = log_ratio.detach().sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # [B, 1], as phi
-    phi_pos = (k_pos * log_w + lambda_pos * (1 - log_w.exp())).clamp(max=LOG_RATIO_LIMIT).exp()
-    phi_neg = (k_neg * log_w + lambda_neg * (1 - log_w.exp())).clamp(max=LOG_RATIO_LIMIT).exp()
-    phi = torch.where(advantages < 0, phi_neg, phi_pos)
+    k = torch.where(advantages < 0, k_neg, k_pos)
+    lam = torch.where(advantages < 0, lambda_neg, lambda_pos)
+    phi = (k * log_w + lam * (1 - log_w.exp())).clamp(max=LOG_RATIO_LIMIT).exp()
     return -phi * advantages * _bounded_logprobs(log_ratio, old_logprobs, mask)
 
 
