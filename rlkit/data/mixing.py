@@ -24,7 +24,7 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
         weights: one number above 0 per task, with any sum; by default the tasks' numbers of rows.
 
     Returns:
-        a task named "a+b". `row["task"]` names the task of a row, whose reward judges it. The held-out rows are those
+        a task named "a+b". `row["task"]` names the task whose reward scores the row's answers. The held-out rows are those
         of all tasks, each once.
 
     Raises:

@@ -107,7 +107,7 @@ def _check_rows_are_reproducible(name: str, task: str) -> None:
 
 
 def verifier(score_answer: Callable[..., float], *, exact: bool = False) -> Callable[[str, Row], float]:
-    """A reward that has reasoning-gym judge the answer between the last <answer> and </answer>, or else the whole text.
+    """A reward that has reasoning-gym score the answer between the last <answer> and </answer>, or else the whole text.
 
     Only the text after the last closing tag of the row's `thinking_tags` counts. An `<answer>` that is missing in front
     may be the prompt's.

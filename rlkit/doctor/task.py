@@ -143,7 +143,7 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
     highest, wrong_reward = max(means.values(), default=0.0), means.get("another row's answer")
     best = [form for form, reward in means.items() if reward == highest]
     if not means:
-        yield Finding("rewards", "expected numbers, got none: the reward cannot judge these answers", False)
+        yield Finding("rewards", "expected numbers, got none: the reward cannot score these answers", False)
     elif wrong_reward == highest:
         yield Finding("rewards", "expected more for a right answer than for a wrong one, got the same", False)
     else:

@@ -51,7 +51,7 @@ def compute_loss(loss_fn: LossFn, out: Outputs, micro_batch: Batch) -> tuple[Ten
         ValueError: the loss is not a 0-d tensor, or has no gradient though the outputs have one.
     """
     loss, metrics = loss_fn(out, micro_batch)
-    if loss.ndim or loss.requires_grad < out.dummy_loss.requires_grad:
+    if loss.ndim or (out.dummy_loss.requires_grad and not loss.requires_grad):
         got = f"shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
         raise ValueError(f"loss_fn: expected a 0-d loss that requires grad, got {got}")
     metrics = {"loss": loss, **metrics}

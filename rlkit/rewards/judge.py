@@ -63,7 +63,7 @@ def chat_judge(
     """A reward that asks a chat model, at temperature 0.
 
     It may be called from many threads at once, and has to be for speed. A judge that cannot be reached, refuses, or
-    says nothing that can be parsed is logged and is None: not judged. Nothing of that is cached. Redirects are not
+    says nothing that can be parsed is logged and is None: not scored. Nothing of that is cached. Redirects are not
     followed, and an answer of more than 8 MiB is not read. The key is in no log and no file.
 
     Args:

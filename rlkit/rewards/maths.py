@@ -7,7 +7,7 @@ as a wrong answer. Here it runs in worker processes that do not import torch. A 
 the limit holds in any thread, after fork and after spawn. An answer that exceeds the limit or ends its worker is None:
 not scored.
 
-Workers are started when needed, at most one per processor, and are kept. To judge a batch quickly, call the reward from
+Workers are started when needed, at most one per processor, and are kept. To score a batch quickly, call the reward from
 several threads (`ThreadPoolExecutor.map`).
 """
 

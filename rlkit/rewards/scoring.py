@@ -41,12 +41,12 @@ def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failur
         failures: counts the reasons why samples are not scored; by default those of this call.
     """
     counted = Failures("reward") if failures is None else failures
-    judge = partial(_score_one, reward, counted)
+    score_one = partial(_score_one, reward, counted)
     if threads == 1:  # in this thread: a reward may use signals
-        values = [judge(sample) for sample in samples]
+        values = [score_one(sample) for sample in samples]
     else:
         with ThreadPoolExecutor(threads) as pool:
-            values = list(pool.map(judge, samples))
+            values = list(pool.map(score_one, samples))
     if failures is None:
         counted.log_repeated()
     return torch.tensor(values, dtype=torch.float32)
@@ -155,7 +155,7 @@ def without_thinking(reward: Reward) -> Reward:
 def score_parts(
     reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failures: Failures | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`score`, and each part of a combined reward by itself; every part judges every sample once.
+    """`score`, and each part of a combined reward by itself; every part scores every sample once.
 
     Args:
         reward, samples, threads, failures: as in `score`.
@@ -175,7 +175,7 @@ def score_parts(
 
 
 def part_means(parts: Mapping[str, Tensor], global_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """`reward_part/<name>` -> mean of a part over all samples of all ranks that it could judge, for a run's curves.
+    """`reward_part/<name>` -> mean of a part over all samples of all ranks that it could score, for a run's curves.
 
     Args:
         parts: of `score_parts`, for this rank's samples; all ranks call this together.

@@ -271,7 +271,7 @@ class PolicyOptions(SamplingOptions):
     save_rollouts: ChangeableOnResume[bool] = False
     """Save each step's samples, batches and metrics to rollouts/ in the run's directory; see docs/replay.md."""
     from_rollouts: str = ""
-    """Train on the rollouts that another run saved in this directory, without sampling. The reward judges them
+    """Train on the rollouts that another run saved in this directory, without sampling. The reward scores them
     again."""
     keep_rewards: bool = False
     """With --from_rollouts: use the saved rewards; nothing is scored again."""

@@ -1,4 +1,4 @@
-"""Samples answers of the policy: encodes prompts, syncs weights, and judges answers while others are generated."""
+"""Samples answers of the policy: encodes prompts, syncs weights, and scores answers while others are generated."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PolicySampler:
 
     Args:
         cfg: options that include `rlkit.runs.GenerationOptions`, and `PolicyOptions` if the answers are trained on.
-        task: the task, whose reward judges the answers.
+        task: the task, whose reward scores the answers.
         processor: processor of the model, for encoding prompts.
         generate: replaces `rollout.generate`; called with (prompts, sampling, n=..., on_finished=...).
         compares: which rewards the recipe compares: of the answers to a prompt ("group"), of all answers of a step

@@ -29,7 +29,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
     In recipes that train, `cfg.heldout_rows` bounds the number of held-out rows.
 
     Args:
-        cfg: options; they include `RewardOptions` in recipes that judge answers.
+        cfg: options; they include `RewardOptions` in recipes that score answers.
         name: name of the task: `cfg.task`, or one of several.
         load: `load_task`, `load_chats`, `load_pairs` or `load_unpaired`.
 

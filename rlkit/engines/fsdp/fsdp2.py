@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -236,7 +237,7 @@ class Fsdp2Engine(OffloadingEngine):
         self._complete_gradients()
         grad_norm = self._clip_gradients().item()
         lr = self.optimizer.param_groups[0]["lr"]
-        is_finite = grad_norm < float("inf")
+        is_finite = math.isfinite(grad_norm)
         if is_finite and batch.total_tokens:
             with self._changing_weights():
                 self.optimizer.step()
@@ -290,6 +291,7 @@ class Fsdp2Engine(OffloadingEngine):
         inputs = self._inputs(batch, dummy)
         results = self._results(batch, inputs, outputs, logit_functions or {})
         results = gather_over_ulysses(results, inputs, self.ulysses)
+        # outputs of the dummy sequence come last; times 0, they give this rank a backward pass like the others
         dummy_loss = 0.0 * next(iter(results.values()))[len(inputs.output_indices) :].sum()
         return Outputs({name: inputs.scatter(result) for name, result in results.items()}, dummy_loss)
 
