@@ -61,9 +61,9 @@ faults: setup-all
 families: setup-all
 	$(BIN)/python -m pytest -q tests/rollout/more_families_vllm.py
 
-# SmolLM2-135M-Instruct in layouts, samplers and recipes that `make test` tries with tiny models only: docs/what_is_tested.md
+# SmolLM2-135M-Instruct in layouts, samplers, recipes and plans that `make test` tries with tiny models only: docs/what_is_tested.md
 pretrained: setup-all
-	$(BIN)/python -m pytest -q tests/engines/more_smollm2.py tests/rollout/more_smollm2.py tests/recipes/more_smollm2.py
+	$(BIN)/python -m pytest -q tests/engines/more_smollm2.py tests/rollout/more_smollm2.py tests/recipes/more_smollm2.py tests/plan/more_smollm2.py
 
 # the page of a run in a real browser, which is not installed here: apt-get install chromium
 browser: setup

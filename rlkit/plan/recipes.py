@@ -109,6 +109,7 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
         reference,
         adapter_reference=has_reference and bool(cfg.lora_rank),
         whole_vocabulary=whole_vocabulary,
+        kl_in_reward=has_reference and hasattr(module, "kl_in_reward"),
         rows_together=2 if is_used("load_pairs", module, cfg) else 1,
     )
 

@@ -48,6 +48,7 @@ class Roles:
         adapter_reference: the reference is the policy with its LoRA adapters disabled, not a second model.
         whole_vocabulary: the policy's distributions are compared with the reference's over the whole vocabulary, for
             which each rank has a copy of the reference's output layer.
+        kl_in_reward: the rewards contain the KL to the reference, for which the policy scores all rows before training.
         rows_together: 2 for a recipe that trains on pairs, whose answers are in one micro-batch; otherwise 1.
     """
 
@@ -56,6 +57,7 @@ class Roles:
     reference: Any = None
     adapter_reference: bool = False
     whole_vocabulary: bool = False
+    kl_in_reward: bool = False
     rows_together: int = 1
 
 

@@ -89,9 +89,10 @@ def costs(
 ) -> dict[str, Cost]:
     """The cost of each phase of a step on one rank.
 
-    With a critic, or several optimizer steps on a batch, the policy scores all rows before the first of them ("old
-    logprobs"), and so does the critic ("values"). KTO's policy and reference score the answers to other prompts
-    ("baseline"), which take less memory than training. Answers and weights for evaluations are no part of a step.
+    With a critic, several optimizer steps on a batch, or a KL in the reward, the policy scores all rows before the
+    first optimizer step ("old logprobs"), and so does the critic ("values"). KTO's policy and reference score the
+    answers to other prompts ("baseline"), which take less memory than training. Answers and weights for evaluations are
+    no part of a step.
 
     Args:
         cfg: options of the recipe.
@@ -105,7 +106,7 @@ def costs(
     samples, has_both = samples_to_train(cfg), roles.policy is not None and roles.critic is not None
     if samples and cfg.max_new_tokens:
         phases["generate"] = generation(cfg, roles.policy, rehearsal, sampler)
-    if has_both or optimizer_steps(cfg) > 1:
+    if has_both or roles.kl_in_reward or optimizer_steps(cfg) > 1:
         phases["old logprobs"] = scoring("policy", roles.policy, case)
     if roles.adapter_reference:
         phases["reference"] = scoring("policy", roles.policy, case)

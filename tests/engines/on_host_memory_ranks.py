@@ -2,7 +2,7 @@
 load it with fsdp1 and with Megatron as two stages; and a Llama with the tensor parallelism of fsdp2 and of Megatron,
 because two ranks cannot share SmolLM2's three key-value heads.
 
-on_host_memory_ranks.py MODEL_DIR OUT_DIR PORT
+on_host_memory_ranks.py MODEL_DIR OUT_DIR PORT OTHER_PORT
 """
 
 import ctypes
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from megatron.core import parallel_state
+from transformers.models.llama import modeling_llama  # noqa: F401  (as the engine of Megatron below)
 
 from rlkit import runs
 from rlkit.engines import make_engine
@@ -68,11 +69,26 @@ def measured(found, name):
     found[name] = [max(peak[0], anonymous_bytes()) - before, anonymous_bytes() - before]
 
 
-def on_rank(rank, path, out, port):
+def join_ranks(rank, port):
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ.update({name: str(x) for name, x in own.items()})
     torch.set_num_threads(1)
     init_distributed("cpu")
+
+
+def on_fsdp1_rank(rank, path, out, port):
+    """In a process that has loaded no other model, whose memory would be used again and not be counted."""
+    join_ranks(rank, port)
+    cfg, found = runs.TrainingOptions(model=path, engine="fsdp1"), {}
+    with measured(found, "fsdp1"):
+        engine = runs.build_engine(cfg, path, None, optimizer_steps=1)
+    found["fsdp1_parameters"] = sum(local_part(p).numel() for p in engine.module.parameters())
+    (Path(out) / f"fsdp1.{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def on_rank(rank, path, out, port):
+    join_ranks(rank, port)
     cfg, found = runs.TrainingOptions(model=path), {}
     with measured(found, "reference"):  # first, as it imports the model's code
         reference = runs.build_scorer(cfg, path, None)
@@ -84,12 +100,11 @@ def on_rank(rank, path, out, port):
     found["dtypes"] = [str(next(one.module.parameters()).dtype) for one in (engine, reference)]
     del engine, reference
     llama = str(Path(out) / "llama")
-    for name, folder, engine, parallel in (("tensor", llama, "fsdp2", {"tensor": 2}), ("fsdp1", path, "fsdp1", {})):
-        cfg = runs.TrainingOptions(model=folder, engine=engine, parallel=parallel)
-        with measured(found, name):
-            engine = runs.build_engine(cfg, folder, None, optimizer_steps=1)
-        found[f"{name}_parameters"] = sum(local_part(p).numel() for p in engine.module.parameters())
-        del engine
+    cfg = runs.TrainingOptions(model=llama, parallel={"tensor": 2})
+    with measured(found, "tensor"):
+        engine = runs.build_engine(cfg, llama, None, optimizer_steps=1)
+    found["tensor_parameters"] = sum(local_part(p).numel() for p in engine.module.parameters())
+    del engine
     for kind, folder, parallel in (("stages", path, {"pipeline": 2}), ("tensor", llama, {"tensor": 2})):
         name = f"megatron_{kind}"
         with measured(found, name):
@@ -103,4 +118,5 @@ def on_rank(rank, path, out, port):
 
 if __name__ == "__main__":
     write_llama(Path(sys.argv[2]) / "llama")
-    mp.start_processes(on_rank, tuple(sys.argv[1:]), nprocs=RANKS, start_method="fork")
+    for function, port in ((on_rank, sys.argv[3]), (on_fsdp1_rank, sys.argv[4])):
+        mp.start_processes(function, (*sys.argv[1:3], port), nprocs=RANKS, start_method="fork")

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM, core_model_loading
 
 from rlkit.data import append_response, collate, prompt_sample
-from rlkit.engines import make_engine, offload, register_engine
+from rlkit.engines import make_engine, offload, register_engine, sampler_dtype
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.fsdp.sharding import reduce_unused_experts
 from rlkit.engines.packing import attention
@@ -410,6 +411,27 @@ def test_lora_trains_adapters_alone_and_merges(tiny_dir, processor):
     plain.load_state_dict(merged, strict=False)
     again = engine_for(tiny_dir, model=plain).infer_batch(batch)["logprobs"]
     torch.testing.assert_close(again, trained, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "rank"), [("fsdp2", 0), ("fsdp2", 4), ("fsdp1", 0)])
+def test_only_the_first_weight_sync_looks_up_names(tiny_dir, processor, backend, rank, monkeypatch):
+    """For each weight: its name in the files, and the dtype that a sampler has it in."""
+    model = lora(load_model(tiny_dir), rank, 8) if rank else load_model(tiny_dir)
+    engine = make_engine(backend, model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    looked_up = []
+    for module, name in ((core_model_loading, "revert_weight_conversion"), (sampler_dtype, "kept_in_float32")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, f=function, n=name: (looked_up.append(n), f(*args))[1])
+    first = {name: x.clone() for name, x in engine.get_per_tensor_param(dtype=torch.bfloat16)}
+    assert Counter(looked_up) == {"revert_weight_conversion": len(first), "kept_in_float32": len(first)}
+    looked_up.clear()
+    engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
+    second = dict(engine.get_per_tensor_param(dtype=torch.bfloat16))
+    assert not looked_up
+    assert [(name, x.dtype) for name, x in second.items()] == [(name, x.dtype) for name, x in first.items()]
+    assert any(not torch.equal(x, first[name]) for name, x in second.items())
+    in_float32 = dict(engine.get_per_tensor_param())
+    assert list(in_float32) == list(first) and {x.dtype for x in in_float32.values()} == {torch.float32}
 
 
 def test_hf_export_loads_with_processor(tiny_dir, processor, tmp_path):

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlkit.engines import make_engine
+from rlkit.engines import make_engine, sampler_dtype
 from rlkit.engines.flops import batch_flops, take_flops
 from rlkit.vlm import freeze, load_model, lora, vision_tower_pattern
 from rlkit.vlm.checkpoint_weights import checkpoint_parameters
@@ -551,6 +551,19 @@ def test_weights_and_optimizer_leave_the_device_and_come_back(dtype, kind, alone
         found.append((steps, dict(engine.get_per_tensor_param())))
     assert found[0][0] == found[1][0] and found[0][0][1] != found[0][0][2]
     assert_same(found[1][1], found[0][1], tolerance=0)
+
+
+def test_only_the_first_weight_sync_looks_up_the_dtypes_of_a_sampler(alone, monkeypatch):
+    """The names in the files are looked up when the engine is made."""
+    engine = make_engine("megatron", model=ranks.make_model("moe"), compute_dtype=torch.float32)
+    function, looked_up = sampler_dtype.kept_in_float32, []
+    monkeypatch.setattr(sampler_dtype, "kept_in_float32", lambda *args: (looked_up.append(args), function(*args))[1])
+    first = {name: x.dtype for name, x in engine.get_per_tensor_param(dtype=torch.bfloat16)}
+    assert len(looked_up) == len(first) and set(first.values()) == {torch.bfloat16, torch.float32}
+    looked_up.clear()
+    assert {name: x.dtype for name, x in engine.get_per_tensor_param(dtype=torch.bfloat16)} == first
+    assert not looked_up
+    assert {x.dtype for _, x in engine.get_per_tensor_param()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

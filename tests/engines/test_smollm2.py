@@ -185,12 +185,16 @@ def test_rows_of_padding_alone_are_no_end_of_an_answer(engine, tokenizer):
 def test_host_memory_of_two_ranks_is_that_of_one_model(smollm2, tmp_path):
     """Loading takes the shards of both and a little more; rank 0 exports a file at a time, the other one tensor."""
     script = str(Path(__file__).with_name("on_host_memory_ranks.py"))
-    with socket.socket() as free:
+    with socket.socket() as free, socket.socket() as also_free:
         free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    done = subprocess.run([sys.executable, script, smollm2, str(tmp_path), port], capture_output=True, text=True)
+        also_free.bind(("localhost", 0))
+        ports = [str(one.getsockname()[1]) for one in (free, also_free)]
+    done = subprocess.run([sys.executable, script, smollm2, str(tmp_path), *ports], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (
+        json.loads((tmp_path / f"{rank}.json").read_text()) | json.loads((tmp_path / f"fsdp1.{rank}.json").read_text())
+        for rank in (0, 1)
+    )
     assert first["dtypes"] == ["torch.float32", "torch.bfloat16"]
     whole, largest = 4 * 134_515_008, 2 * 49_152 * 576  # float32 weights; embeddings in the export's bfloat16
     peaks = {name: [first[name][0], second[name][0]] for name in ("reference", "policy", "export")}
@@ -209,5 +213,4 @@ def test_host_memory_of_two_ranks_is_that_of_one_model(smollm2, tmp_path):
     assert held["megatron_stages"] == whole + 4 * 49_152 * 576  # the last stage has a copy of the embeddings
     for name in ("tensor", "megatron_tensor", "megatron_stages"):
         assert 0.5 * held[name] < taken[name] < 1.1 * held[name], name
-    # all shards, and the embeddings (21 %) once more; seen: 0.86 to 1.12, and 1.21 in fresh processes
-    assert held["fsdp1"] == whole and 0.5 * whole < taken["fsdp1"] < 1.3 * whole
+    assert held["fsdp1"] == whole < taken["fsdp1"] < 1.1 * whole

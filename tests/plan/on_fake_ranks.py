@@ -272,9 +272,13 @@ def said(recipe, arguments, config_dir):
     return {"printed": printed.getvalue(), "end": message}
 
 
-def main(path, config_dir, smollm2_dir, out):
-    # the plan is for a GPU, and so are its pieces of logits
+def use_pieces_of_gpus():
+    """The plan is for a GPU, and so are its pieces of logits."""
     _kernels.CPU_CACHE_BYTES, _kernels.CPU_CHUNK_BYTES = _kernels.PIECE_BYTES, _kernels.CHUNK_BYTES
+
+
+def main(path, config_dir, smollm2_dir, out):
+    use_pieces_of_gpus()
     module, found = load_recipe("recipes/grpo_vlm.py"), {}
     for name, (ranks, beside, options) in CASES.items():
         cfg = recipe_options(module, ["--model", path, *LENGTHS, *options])

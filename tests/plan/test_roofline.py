@@ -16,7 +16,7 @@ from rlkit.engines.megatron.supported import ParallelDims
 from rlkit.plan import megatron, megatron_links
 from rlkit.plan.hardware import gpu_named
 from rlkit.plan.links import Group, LinkBytes, all_gather, all_reduce, all_to_all, group, send
-from rlkit.plan.recipes import load_recipe
+from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import ModelSize, Rehearsal, Roles, empty
 from rlkit.plan.report import caveats, time_table
 from rlkit.plan.roofline import Case, Cost, costs, generation, rows_flops, scoring, training, weight_sync
@@ -201,6 +201,25 @@ def test_a_teacher_costs_what_its_own_size_costs():
     phases = costs(cfg, roles, three, SamplerMemory(0, 0, 12, 12), 16, 8)
     assert phases["reference"].memory == 3 * 3200
     assert phases["reference"].flops == rows_flops(LARGER, ROWS, 3) > 2 * rows_flops(LLAMA, ROWS, 3)
+
+
+@pytest.mark.parametrize("rank", ["0", "8"])
+@pytest.mark.parametrize("kl_coef", ["0", "0.1"])
+def test_a_kl_in_the_reward_takes_one_more_forward_pass(kl_coef, rank, tmp_path):
+    """reinforce.py scores rows by the reference and by the policy before it trains; grpo_vlm.py by the reference."""
+    LLAMA.save_pretrained(tmp_path)
+    three = rehearsal(dict.fromkeys(("policy", "reference"), ModelSize(400, 800, trained=100)))
+    forwards, expected = {}, {"0": (0, 0), "0.1": (2, 1)}[kl_coef]
+    for recipe in ("reinforce", "grpo_vlm"):
+        module = load_recipe(f"recipes/{recipe}.py")
+        lengths = ["--max_prompt_tokens", "100", "--max_new_tokens", "50"]
+        options = ["--model", str(tmp_path), "--kl_coef", kl_coef, "--lora_rank", rank, *lengths]
+        cfg = recipe_options(module, options)
+        phases = costs(cfg, recipe_roles(module, cfg), three, SamplerMemory(0, 0, 12, 12), 16, 8)
+        scored = [phases[name] for name in ("old logprobs", "reference") if name in phases]
+        assert all(cost.flops == rows_flops(LLAMA, ROWS, 3) for cost in scored)
+        forwards[recipe] = len(scored)
+    assert (forwards["reinforce"], forwards["grpo_vlm"]) == expected
 
 
 def test_an_unknown_teacher_has_no_floor_of_seconds():

@@ -8,6 +8,7 @@ then send each other what belongs in their pieces, one parameter at a time.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -92,7 +93,7 @@ class FlattenWithoutValues(TorchFunctionMode):
 
 
 def fill_flat_parameters(rows: dict[nn.Parameter, Tensor], mesh: DeviceMesh) -> None:
-    """Fill each rank's pieces of the parameters that FSDP1 has flattened. Rows are freed one parameter at a time.
+    """Fill each rank's pieces of the parameters that FSDP1 has flattened, and free the rows meanwhile.
 
     Args:
         rows: from `read_rows`; empty afterwards.
@@ -110,8 +111,24 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
+def _free_pages(x: Tensor) -> None:
+    """Return the memory of a contiguous tensor on a CPU to the system; its values are lost.
+
+    The tensor may be part of a larger one. Pages that it shares with other parts stay.
+    """
+    if x.device.type != "cpu":
+        return
+    start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (x.data_ptr() + x.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
 def _fill(piece: Tensor, rows: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> None:
-    """Fill this rank's piece of a flattened parameter, whose pieces on the ranks have these sizes."""
+    """Fill this rank's piece of a flattened parameter, whose pieces on the ranks have these sizes.
+
+    Rows that were sent are freed at once. Otherwise the largest parameter would be there twice.
+    """
     rank, ranks = mesh.get_local_rank(), range(mesh.size())
     pieces = [0, *accumulate(sizes)]  # where each rank's piece starts in the flattened parameter, and where it ends
     if not isinstance(rows, DTensor):
@@ -125,13 +142,15 @@ def _fill(piece: Tensor, rows: Tensor, sizes: Sequence[int], mesh: DeviceMesh) -
     for start in range(0, rows.numel(), ELEMENTS_AT_ONCE):
         stop = start + ELEMENTS_AT_ONCE
         to, source = _within(pieces, start, stop), _within(held, start, stop)
+        sent = local[source[rank] - held[rank] : source[rank + 1] - held[rank]]
         dist.all_to_all_single(
             piece[to[rank] - pieces[rank] : to[rank + 1] - pieces[rank]],
-            local[source[rank] - held[rank] : source[rank + 1] - held[rank]],
+            sent,
             [_overlap(to, rank, source, other) for other in ranks],
             [_overlap(source, rank, to, other) for other in ranks],
             mesh.get_group(),
         )
+        _free_pages(sent)
 
 
 def _within(bounds: Sequence[int], start: int, stop: int) -> list[int]:

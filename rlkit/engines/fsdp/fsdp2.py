@@ -181,6 +181,7 @@ class Fsdp2Engine(OffloadingEngine):
         self.max_grad_norm = max_grad_norm
         self.keep_gradients = keep_gradients
         self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
+        self._sampler_dtypes: dict[tuple[str, torch.dtype | None], torch.dtype] = {}  # by name and the sampler's dtype
 
         check_adapters(model)
         self._check_head(trains=optimizer is not None)
@@ -474,7 +475,9 @@ class Fsdp2Engine(OffloadingEngine):
         yield from self._iterate_on_device(merged)
 
     def _cast_for_sampler(self, dtype: torch.dtype | None, name: str, tensor: Tensor) -> Tensor:
-        return tensor.to(sampler_dtype(self.base, name, tensor, dtype))
+        if (name, dtype) not in self._sampler_dtypes:
+            self._sampler_dtypes[name, dtype] = sampler_dtype(self.base, name, tensor, dtype)
+        return tensor.to(self._sampler_dtypes[name, dtype])
 
     def _iterate_on_device(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         with self._offloaded_weights.on_device():

@@ -74,6 +74,7 @@ from rlkit.engines.megatron.optimizer import (
 from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe, padded_vocabulary
 from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.engines.megatron.weights import (
+    TensorInfo,
     copy_local_part,
     embedding_name,
     freeze_parameters,
@@ -238,6 +239,7 @@ class MegatronEngine(OffloadingEngine):
         self.optimizer = None if self.distributed_optimizer is None else self.distributed_optimizer.optimizer
         self._set_weights(model, tensors)
         self.stages = tensors_of_stages(self.parameters, {name: x.tensor.shape for name, x in tensors.items()})
+        self._stages_in: dict[torch.dtype | None, list[list[TensorInfo]]] = {}  # with the dtypes of a sampler's dtype
         self.hf_model = _without_weights(model)
         self.hf_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -480,11 +482,12 @@ class MegatronEngine(OffloadingEngine):
             dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. They
                 are cast before they are gathered.
         """
-        stages = [
-            [x._replace(dtype=sampler_dtype(self.hf_model, x.name, x.as_meta(), dtype)) for x in infos]
-            for infos in self.stages
-        ]
-        full = full_parameters(self.parameters, stages, self.megatron_config, self.device, bucket_bytes)
+        if dtype not in self._stages_in:
+            self._stages_in[dtype] = [
+                [x._replace(dtype=sampler_dtype(self.hf_model, x.name, x.as_meta(), dtype)) for x in infos]
+                for infos in self.stages
+            ]
+        full = full_parameters(self.parameters, self._stages_in[dtype], self.megatron_config, self.device, bucket_bytes)
         return self._iterate_on_device(full)
 
     @contextmanager
