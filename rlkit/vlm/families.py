@@ -48,6 +48,7 @@ TILED_FAMILIES = frozenset({"llava_next", "llava_next_video", "llava_onevision"}
 # vLLM accepts only the names of the files
 CHECKPOINT_NAME_FAMILIES = frozenset(
     {
+        "axk1",
         "llava",
         "llava_next",
         "llava_next_video",

@@ -93,6 +93,7 @@ LATENT = {
     "num_key_value_heads": 2,
 }  # fmt: skip
 MORE["glm4_moe_lite"] = {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1}
+MORE["axk1"] = MORE["glm4_moe_lite"]
 MORE["mistral4"] = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24, "head_dim": 96,
     "rope_parameters": {
