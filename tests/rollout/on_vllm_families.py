@@ -428,12 +428,15 @@ def positions(name, family):
 
 
 def steps_on_audios(family, path):
-    """Two steps of grpo_vlm.py on rows with wav files, two of them also with an image."""
+    """Two steps of grpo_vlm.py on rows with wav files, two of them also with an image.
+
+    Their tones rise: of one that does not, parts that are shifted sound alike.
+    """
     build(family, path / "model")
     register(path / "model")
     lines = []
     for i in range(8):
-        (path / f"{i}.wav").write_bytes(wav(300 + 200 * i, 0.3 + 0.1 * i))
+        (path / f"{i}.wav").write_bytes(wav(300 + 200 * i, 0.3 + 0.1 * i, rise=2000))
         lines.append({"audio": f"{i}.wav", "question": "how many?", "answer": "1"})
         if i % 4 == 1:
             test_every_family.image(20, 20).save(path / f"{i}.png")
