@@ -302,10 +302,10 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; the
   authors' code, transformers 5.0 and vLLM do not. The engine does as they do; otherwise logprobs would differ by 0.02.
   A model that is loaded in transformers alone computes as transformers does.
-- **Names of weights in vLLM.** Kimi K2.5, ERNIE 4.5 VL, GLM-5.3-Flash and OLMo Hybrid have other weight names in
-  transformers than in the published files, which vLLM reads; rlkit sends and exports weights under the latter. For all
-  of them except OLMo Hybrid, and for GLM-5 and Cohere Compass, `make families` makes vLLM's class on a CPU and loads
-  all weights into it. Logprobs were not compared, because that needs a GPU or the published files.
+- **Names of weights in vLLM.** Kimi K2.5, Kimi-Linear, ERNIE 4.5 VL, GLM-5.3-Flash and OLMo Hybrid have other weight
+  names in transformers than in the published files, which vLLM reads; rlkit sends and exports weights under the latter.
+  For all of them except OLMo Hybrid, and for GLM-5 and Cohere Compass, `make families` makes vLLM's class on a CPU and
+  loads all weights into it. Logprobs were not compared, because that needs a GPU or the published files.
 - **kimi_k25 with vLLM.** vLLM's model is called `KimiK25ForConditionalGeneration`, as in the published `config.json`,
   and needs the `media_proc_cfg` of the published processor. transformers writes `Kimi_K25ForConditionalGeneration` into
   an export, for which vLLM 0.32 runs transformers' own model, which fails for videos. vLLM's own model takes images,

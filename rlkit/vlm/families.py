@@ -82,6 +82,9 @@ PUBLISHED_NAMES = {
         "model.mm_projector.": "mm_projector.",
     },
     "ernie4_5_vl_moe": {"model.vision_model.": "vision_model."},
+    "kimi_linear": {  # of layers without experts, too, transformers writes the name that those with experts have
+        f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")
+    },
     "olmo_hybrid": {
         ".attention_layer_norm.": ".input_layernorm.",
         ".feedforward_layer_norm.": ".post_attention_layernorm.",

@@ -22,7 +22,7 @@ from test_vllm import (
     run,
 )  # fmt: skip
 
-NAMED = ["cohere_compass", "ernie4_5_vl_moe", "glm5_next", "glm_moe_dsa", "kimi_k25"]
+NAMED = ["cohere_compass", "ernie4_5_vl_moe", "glm5_next", "glm_moe_dsa", "kimi_k25", "kimi_linear"]
 
 
 @pytest.fixture(scope="module")

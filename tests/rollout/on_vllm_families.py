@@ -10,6 +10,7 @@ of up to 160 tokens, `long_rope/0` in one that does not say.
 import json
 import math
 import random
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -125,6 +126,20 @@ MORE |= {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), DELTA),
     "zamba2": {"head_dim": 64, "num_key_value_heads": 2},  # of 2 * hidden_size
 }  # fmt: skip
+# for GPUs: sizes of published models, for which vLLM has kernels, and what only published configs say
+MORE |= {
+    "glm_moe_dsa": {
+        **LATENT, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 64, "index_head_dim": 128,
+        "index_n_heads": 32, "index_topk": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "indexer_types": ["full", "full"], "first_k_dense_replace": 1,
+    },
+    "kimi_linear": {
+        **LATENT, "qk_nope_head_dim": 128, "v_head_dim": 128, "mla_use_nope": True, "linear_head_dim": 128,
+        "linear_num_heads": 2, "first_k_dense_replace": 1, "linear_attn_config": {
+            "head_dim": 128, "num_heads": 2, "short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": [2],
+        },
+    },
+}  # fmt: skip
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4, 6, 6], "mini": [4, 2, 2]}
@@ -196,6 +211,9 @@ def as_published(family, file):
     tensors = load_file(file)
     if family in ("llava", "llava_next", "llava_next_video", "llava_onevision", "gemma3", "lfm2_vl"):
         tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
+    if family == "kimi_linear":
+        dense = r"block_sparse_moe\.(gate|up|down)_proj"
+        tensors = {re.sub(dense, r"mlp.\1_proj", name): x for name, x in tensors.items()}
     if family == "qwen3_vl_moe":
         tensors = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
     if "omni" in family:
