@@ -49,8 +49,8 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
 HEAD = """# Model families
 
 Which features are tested for which model family, each on a tiny model with random weights. Families are named by
-transformers' `model_type`. An empty cell means not tested (not that it fails), and `no` means refused, for a reason
-given below. `plain`: positions are 0, 1, 2, ..., so there are no 3D RoPE ids. `text`: the family has no images. The
+transformers' `model_type`. Every cell has a value: `yes` means tested, and `no` means refused, for a reason given
+below. `plain`: positions are 0, 1, 2, ..., so there are no 3D RoPE ids. `text`: the family has no images. The
 second table explains the columns. If your family is not listed, `python -m rlkit.doctor --model DIR` says what it
 finds; to add it, see [contributing](contributing.md#a-model-family). The page is generated from the parameters of the
 tests (`python docs/make_families.py`).
@@ -154,7 +154,9 @@ def page() -> str:
             return "text"
         if name in refused.get(column, ()):
             return "no"
-        return "yes" if name in found[column] else ""
+        if name not in found[column]:
+            raise ValueError(f"{name}: expected a test or a refusal for the column {column!r}, got neither")
+        return "yes"
 
     names = {*sees, *three_axes}, {name for column in found.values() for name in column}
     rows = [*sorted(names[0]), *sorted(names[1] - names[0])]
@@ -300,10 +302,10 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; the
   authors' code, transformers 5.0 and vLLM do not. The engine does as they do; otherwise logprobs would differ by 0.02.
   A model that is loaded in transformers alone computes as transformers does.
-- **Names of weights in vLLM.** Kimi K2.5, ERNIE 4.5 VL, GLM-5.3-Flash and OLMo Hybrid have other weight names in
-  transformers than in the published files, which vLLM reads; rlkit sends and exports weights under the latter. For all
-  of them except OLMo Hybrid, and for GLM-5 and Cohere Compass, `make families` makes vLLM's class on a CPU and loads
-  all weights into it. Logprobs were not compared, because that needs a GPU or the published files.
+- **Names of weights in vLLM.** Kimi K2.5, Kimi-Linear, ERNIE 4.5 VL, GLM-5.3-Flash and OLMo Hybrid have other weight
+  names in transformers than in the published files, which vLLM reads; rlkit sends and exports weights under the latter.
+  For all of them except OLMo Hybrid, and for GLM-5 and Cohere Compass, `make families` makes vLLM's class on a CPU and
+  loads all weights into it. Logprobs were not compared, because that needs a GPU or the published files.
 - **kimi_k25 with vLLM.** vLLM's model is called `KimiK25ForConditionalGeneration`, as in the published `config.json`,
   and needs the `media_proc_cfg` of the published processor. transformers writes `Kimi_K25ForConditionalGeneration` into
   an export, for which vLLM 0.32 runs transformers' own model, which fails for videos. vLLM's own model takes images,
@@ -345,11 +347,16 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
   for this family and fails with its videos: "VideoLlama3Processor returned 8 row(s) of `video_compression_mask` for 1
   video(s) with 32 patch(es), so the rows cannot be attributed to a video." Rollout `vllm` and servers take its images,
   and refuse its videos.
-- **llava_next_video with vLLM.** vLLM 0.32 takes only its videos, which were not tested. It refuses images: "At most 0
-  image(s) may be provided in one prompt".
-- **muse_glimmer with vLLM.** vLLM 0.32 has its own processor, which expects `<|image|>` for an image, while that of
-  transformers 5.19 expects `<|patch|>`. It stops at a prompt with an image: "0 image sentinel(s) in text but 1
-  image(s) given".
+- **llava_next_video with vLLM.** vLLM 0.32 takes only its videos. Rollout `vllm` and servers refuse its images.
+- **muse_glimmer with vLLM.** vLLM 0.32 asks the processor for `<|image|>`, while that of transformers 5.19 expects
+  `<|patch|>`. It stops at a prompt with an image: "0 image sentinel(s) in text but 1 image(s) given". rlkit refuses the
+  family on a CPU; no run on a GPU was tested.
+- **axk1 with vLLM.** vLLM 0.32 makes a norm in layers without experts that it never calls, and then misses its weight.
+  rlkit registers a class without it (rlkit/rollout/vllm_axk1.py).
+- **longcat_flash.** transformers 5.19 has weights for the experts that return their input (`zero_expert_num`), and
+  does not use them. Files without these weights are refused: "expected weights in the shapes of its config.json". vLLM
+  0.32 does not know them either ("KeyError: 'layers.0.mlp.experts.4.gate_proj.weight'").
+- **zamba2 with vLLM.** Logprobs of the tiny model agree to 4e-5 in float32, those of most families to 1e-5.
 - **exaone4_5 with vLLM.** vLLM 0.32 assumes that its vision tower normalizes pixels, and leaves this out of the
   processor, so logprobs of the tiny model differ by 0.7. rlkit sets vLLM's `mm_device_do_normalize` to False, also in
   servers that `rlkit.rollout.serve` started; set it by hand in others.

@@ -47,6 +47,7 @@ from rlkit.rollout.vllm_requests import (
     RUNNER_VARIABLE,
     as_trainer_tokens,
     check_image_attention,
+    check_images,
     check_kimi_videos,
     check_suppressed_token_ids,
     check_videos,
@@ -286,6 +287,7 @@ class VllmRollout:
         """This rank's requests as vLLM takes them, or a ValueError, see `generate`."""
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
+        check_images(requests, self.processor)
         check_videos(requests, self.processor, prepared=self.takes_prepared)
         check_kimi_videos(requests, self.config)
         if not self.on_gpu:

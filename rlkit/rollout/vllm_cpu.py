@@ -10,8 +10,8 @@ import torch
 
 from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
 
-# Model types in vLLM 0.32: those of text models, and in OBSTACLES also of whole models (kimi_k25, ernie4_5_vl_moe,
-# cosmos3_edge and cosmos3_omni)
+# Model types in vLLM 0.32: those of text models, and in OBSTACLES also of whole models (muse_glimmer, kimi_k25,
+# ernie4_5_vl_moe, cosmos3_edge and cosmos3_omni)
 BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
 # vLLM's models of these, and of multi-head latent attention, give RoPE queries of [tokens, heads, size]. Its kernel for
 # CPUs takes their second dimension for the tokens, and so gives most of them the position of another one.
@@ -29,13 +29,14 @@ OBSTACLES = {
     **dict.fromkeys(
         ("laguna", "minimax_m2"), "its routers score experts by a sigmoid, for which vLLM has no kernel for CPUs"
     ),
+    "longcat_flash": "vLLM computes the experts that return their input with Triton, so on a GPU",
     "mimo_v2_flash": "its values are smaller than its keys, for which vLLM needs Triton, so a GPU",
-    "axk1": "vLLM expects a norm in its layers without experts, which files of transformers do not have",
     "jetmoe": "vLLM has no model of it, and takes the keys that transformers' code repeats for those of further tokens",
     "dbrx": "vLLM looks for its experts by names that its own layers do not have",
     "axk2": "vLLM has no model of it, and does not run its sparse attention by transformers' code",
     "youtu": "vLLM has no model of it, and does not run its latent attention by transformers' code on a CPU",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
+    "muse_glimmer": "vLLM expects another image processor than transformers has",
     "kimi_k25": "vLLM reads the configuration and the processor of published files only",
     "ernie4_5_vl_moe": "vLLM reads the configuration and the processor of published files only, by their own code",
     **dict.fromkeys(

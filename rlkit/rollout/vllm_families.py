@@ -28,6 +28,7 @@ OWN_MODELS = {
     "Mistral4ForCausalLM": "vllm_mistral4",
     "UpdatableGptOssForCausalLM": "vllm_gpt_oss",
     "ExactApertusForCausalLM": "vllm_apertus",
+    "LoadableAXK1ForCausalLM": "vllm_axk1",
     "ExactGemma3nForCausalLM": "vllm_gemma3n",
     "ExactGemma3nForConditionalGeneration": "vllm_gemma3n",
 }
@@ -37,6 +38,7 @@ OWN_MODELS = {
 OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral4": {"text_config": {"architectures": ["Mistral4ForCausalLM"], "model_type": "deepseek_v3"}},
     "apertus": {"architectures": ["ExactApertusForCausalLM"]},
+    "axk1": {"architectures": ["LoadableAXK1ForCausalLM"]},
     "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
     "glm46v": {"architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v"},
     "gemma3n": {"architectures": ["ExactGemma3nForConditionalGeneration"]},

@@ -22,6 +22,7 @@ from rlkit.vlm.families import has_bidirectional_images
 from rlkit.vlm.processors import (
     FRAMES_AS_IMAGES,
     GLM_PROCESSORS,
+    NEXT_VIDEO,
     OMNI_PROCESSORS,
     QWEN2_5_OMNI,
     VIDEO_LLAMA,
@@ -168,6 +169,18 @@ def _check_no_videos(requests: Sequence[Sample]) -> None:
             )
 
 
+def check_images(requests: Sequence[Sample], processor: Any) -> None:
+    """Raise a ValueError for images of LLaVA-NeXT-Video, of which vLLM takes videos only."""
+    if type(processor).__name__ != NEXT_VIDEO:
+        return
+    for request in requests:
+        if request.images:
+            raise ValueError(
+                f"{sample_name(request)}: images: expected none for a {NEXT_VIDEO}, of which vLLM takes videos only, "
+                f"got {len(request.images)}; use rollout 'hf'"
+            )
+
+
 def check_image_attention(requests: Sequence[Sample], config: Any) -> None:
     """Raise a ValueError for images and videos whose tokens attend to later ones, as vLLM on a CPU does not do.
 
@@ -270,6 +283,7 @@ def check_server_media(request: Sample, processor: Any, config: Any, *, on_cpu: 
             f"{sample_name(request)}: videos: expected none of Qwen-Omni for a vLLM server, which takes no frame "
             f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
         )
+    check_images([request], processor)
     check_videos([request], processor)
     check_vision_chunks([request], config)
     check_kimi_videos([request], config)

@@ -48,6 +48,7 @@ TILED_FAMILIES = frozenset({"llava_next", "llava_next_video", "llava_onevision"}
 # vLLM accepts only the names of the files
 CHECKPOINT_NAME_FAMILIES = frozenset(
     {
+        "axk1",
         "llava",
         "llava_next",
         "llava_next_video",
@@ -81,6 +82,9 @@ PUBLISHED_NAMES = {
         "model.mm_projector.": "mm_projector.",
     },
     "ernie4_5_vl_moe": {"model.vision_model.": "vision_model."},
+    "kimi_linear": {  # of layers without experts, too, transformers writes the name that those with experts have
+        f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")
+    },
     "olmo_hybrid": {
         ".attention_layer_norm.": ".input_layernorm.",
         ".feedforward_layer_norm.": ".post_attention_layernorm.",

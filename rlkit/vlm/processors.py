@@ -14,8 +14,8 @@ from rlkit.vlm.families import REFUSED_VISION_FAMILIES
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 QWEN2_5_OMNI, QWEN3_OMNI, GEMMA3N = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor", "Gemma3nProcessor"
-ONEVISION, VIDEO_LLAMA = "LlavaOnevisionProcessor", "VideoLlama3Processor"
-FRAMES_NOT_COUNTED = frozenset({ONEVISION, "LlavaNextVideoProcessor"})  # these do not say how many frames a video has
+ONEVISION, NEXT_VIDEO, VIDEO_LLAMA = "LlavaOnevisionProcessor", "LlavaNextVideoProcessor", "VideoLlama3Processor"
+FRAMES_NOT_COUNTED = frozenset({ONEVISION, NEXT_VIDEO})  # these do not say how many frames a video has
 # these repeat a placeholder and report no replacements of text; a video may have sound
 OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
 # processors whose audios are tested: tokens, position ids, training and sampling

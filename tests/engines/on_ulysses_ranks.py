@@ -40,6 +40,13 @@ from rlkit.vlm.tiny import tiny_config, tiny_processor, tiny_tokenizer  # noqa: 
 
 CPU = torch.device("cpu")
 EXPERTS = {**family_configs.EXPERTS, "decoder_sparse_step": 1}
+LONG_ROPE = {
+    "original_max_position_embeddings": 12,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 5.0],
+        "original_max_position_embeddings": 12,
+    },
+}  # fmt: skip
 
 
 @dataclass
@@ -63,6 +70,9 @@ CASES = {
     "qwen3_moe": Case("qwen3_moe", config=EXPERTS),
     "qwen3_next": Case(  # recurrent layers
         "qwen3_next", config=test_families.TEXT["qwen3_next"], options={**CHECKPOINTED, "micro_batch_tokens": 40}
+    ),
+    "phi3_longrope": Case(  # long factors, also on a rank whose positions are below 12
+        "phi3", config=LONG_ROPE, options={"longest_sequence": 40, "micro_batch_tokens": 40}
     ),
     "qwen2_5_vl": Case("qwen2_5_vl", options={"micro_batch_tokens": 110}),
     "qwen2_5_vl_no_rows": Case("qwen2_5_vl", options={"micro_batch_tokens": 110}, rows_on_first_group=True),

@@ -20,12 +20,12 @@ def save_model(folder):
         part.save_pretrained(folder)
 
 
-def wav(pitch, seconds):
-    """A file with a tone of this pitch in Hz, at 16000 samples per second."""
-    file = io.BytesIO()
+def wav(pitch, seconds, rise=0):
+    """A file with a tone of this pitch in Hz, which rises by so many Hz a second, at 16000 samples per second."""
+    file, times = io.BytesIO(), np.arange(int(16000 * seconds)) / 16000
     with wave.open(file, "wb") as out:
         out.setparams((1, 2, 16000, 0, "NONE", ""))
-        out.writeframes((16000 * np.sin(2 * np.pi * pitch * np.arange(int(16000 * seconds)) / 16000)).astype("<i2"))
+        out.writeframes((16000 * np.sin(2 * np.pi * (pitch + rise * times / 2) * times)).astype("<i2"))
     return file.getvalue()
 
 

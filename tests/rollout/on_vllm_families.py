@@ -10,6 +10,7 @@ of up to 160 tokens, `long_rope/0` in one that does not say.
 import json
 import math
 import random
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -93,6 +94,7 @@ LATENT = {
     "num_key_value_heads": 2,
 }  # fmt: skip
 MORE["glm4_moe_lite"] = {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1}
+MORE["axk1"] = MORE["glm4_moe_lite"]
 MORE["mistral4"] = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24, "head_dim": 96,
     "rope_parameters": {
@@ -123,6 +125,20 @@ MORE |= {
     "opt": {"word_embed_proj_dim": 64, "num_key_value_heads": 2},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), DELTA),
     "zamba2": {"head_dim": 64, "num_key_value_heads": 2},  # of 2 * hidden_size
+}  # fmt: skip
+# for GPUs: sizes of published models, for which vLLM has kernels, and what only published configs say
+MORE |= {
+    "glm_moe_dsa": {
+        **LATENT, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 64, "index_head_dim": 128,
+        "index_n_heads": 32, "index_topk": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "indexer_types": ["full", "full"], "first_k_dense_replace": 1,
+    },
+    "kimi_linear": {
+        **LATENT, "qk_nope_head_dim": 128, "v_head_dim": 128, "mla_use_nope": True, "linear_head_dim": 128,
+        "linear_num_heads": 2, "first_k_dense_replace": 1, "linear_attn_config": {
+            "head_dim": 128, "num_heads": 2, "short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": [2],
+        },
+    },
 }  # fmt: skip
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
@@ -195,6 +211,9 @@ def as_published(family, file):
     tensors = load_file(file)
     if family in ("llava", "llava_next", "llava_next_video", "llava_onevision", "gemma3", "lfm2_vl"):
         tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
+    if family == "kimi_linear":
+        dense = r"block_sparse_moe\.(gate|up|down)_proj"
+        tensors = {re.sub(dense, r"mlp.\1_proj", name): x for name, x in tensors.items()}
     if family == "qwen3_vl_moe":
         tensors = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
     if "omni" in family:
@@ -427,12 +446,15 @@ def positions(name, family):
 
 
 def steps_on_audios(family, path):
-    """Two steps of grpo_vlm.py on rows with wav files, two of them also with an image."""
+    """Two steps of grpo_vlm.py on rows with wav files, two of them also with an image.
+
+    Their tones rise: of one that does not, parts that are shifted sound alike.
+    """
     build(family, path / "model")
     register(path / "model")
     lines = []
     for i in range(8):
-        (path / f"{i}.wav").write_bytes(wav(300 + 200 * i, 0.3 + 0.1 * i))
+        (path / f"{i}.wav").write_bytes(wav(300 + 200 * i, 0.3 + 0.1 * i, rise=2000))
         lines.append({"audio": f"{i}.wav", "question": "how many?", "answer": "1"})
         if i % 4 == 1:
             test_every_family.image(20, 20).save(path / f"{i}.png")

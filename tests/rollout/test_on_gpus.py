@@ -185,6 +185,36 @@ def test_an_fp8_sampler_quantises_what_arrives(tmp_path):
     rollout.close()
 
 
+@in_own_process
+def test_kimi_linear_is_sampled_as_it_is_scored(tmp_path):
+    check_family("kimi_linear", tmp_path)
+
+
+@in_own_process
+def test_glm_moe_dsa_is_sampled_as_it_is_scored(tmp_path):
+    """Of 200 tokens its indexer chooses 64."""
+    check_family("glm_moe_dsa", tmp_path)
+
+
+def check_family(family, path):
+    """Answers have the logprobs of the trainer's weights, before an update and after it."""
+    from on_vllm_families import build as build_family  # imports what the other tests do not need
+
+    build_family(family, path)
+    processor = load_processor(str(path))
+    engine = new_engine(str(path), processor)
+    size = {"gpu_memory_utilization": 0.4, "max_model_len": 256}
+    rollout = make_rollout("vllm", model=str(path), processor=processor, **size)
+    prompts = PROMPTS + [prompt_sample([10 + i % 20 for i in range(200)], group_id=len(PROMPTS))]
+    samples = rollout.generate(prompts, SAMPLING, n=4)
+    assert mean_gap(engine, samples) < 0.05
+    train(engine, samples)
+    assert mean_gap(engine, rollout.generate(prompts, SAMPLING, n=4)) > 0.1
+    rollout.update_weights(engine.get_per_tensor_param())
+    assert mean_gap(engine, rollout.generate(prompts, SAMPLING, n=4)) < 0.05
+    rollout.close()
+
+
 def send_weights(engine, rollout, *, asleep):
     """Answers have the logprobs of the weights that were sent; the server may sleep during training."""
     prompts = prompts_with_images(rollout.processor)

@@ -41,6 +41,7 @@ from rlkit.vlm.loading import load_config
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
 SPLITS = ["two_ranks/qwen2_5_vl", "two_ranks/qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
 TOLERANCE = 2e-5  # seen: 1.1e-5 for merged adapters on a CPU without AVX, below 1e-5 elsewhere
+TOLERANCES = {"zamba2": 1e-4}  # seen: 4e-5; it grows with each weight that is enlarged, so none is left behind
 FAMILIES = [
     "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
     "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
@@ -57,6 +58,7 @@ MORE_FAMILIES = [
     "cwm", "deepseek_v2", "exaone_moe", "gemma", "glm", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe",
     "granitemoe_swa", "granitemoeshared", "helium", "hy_v3", "hyperclovax", "jais2", "mellum", "minicpm3", "ministral",
     "nanochat", "olmo", "opt", "phi", "phimoe", "solar_open", "vaultgemma", "hyperclovax_vision_v2",
+    "axk1", "zamba2", "llava_next_video",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"]
@@ -220,8 +222,8 @@ def facts_of(alone, family):
     return facts
 
 
-def assert_sampled_as_scored(facts):
-    assert facts["start"] < TOLERANCE and facts["synced"] < TOLERANCE and facts["unsynced"] > 0.2, facts
+def assert_sampled_as_scored(facts, tolerance=TOLERANCE):
+    assert facts["start"] < tolerance and facts["synced"] < tolerance and facts["unsynced"] > 0.2, facts
 
 
 def assert_same_weights_after_a_cast(facts):

@@ -36,6 +36,7 @@ from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.vllm_requests import (  # noqa: E402
     as_trainer_tokens,
+    check_images,
     check_kimi_videos,
     check_videos,
     check_vision_chunks,
@@ -542,6 +543,14 @@ def test_videos_of_video_llama_3_are_refused_for_vllm():
     check_videos(prompts("video_llama_3"), reader("video_llama_3"))
     with pytest.raises(ValueError, match="^group 1: videos: expected none for a VideoLlama3Processor, .* got 2; use"):
         check_videos(watching_prompts("video_llama_3")[1:], reader("video_llama_3"))
+
+
+def test_images_of_llava_next_video_are_refused_for_vllm():
+    requests = watching_prompts("llava_next_video")
+    check_images([*prompts("llava_next_video")[:1], *requests[:1]], reader("llava_next_video"))
+    check_images(prompts("llava_next"), reader("llava_next"))
+    with pytest.raises(ValueError, match="^group 1: images: expected none for a LlavaNextVideoProcessor, .* got 1"):
+        check_images(requests, reader("llava_next_video"))
 
 
 def test_images_and_videos_of_kimi_k25_are_chunks_in_vllm():

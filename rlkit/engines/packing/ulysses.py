@@ -64,10 +64,11 @@ def apply_ulysses(model: Any, size: int, device: torch.device, *, packed: bool) 
     if heads % size:
         raise ValueError(f"{name}: expected a divisor of the {heads} attention heads of {text.model_type}, got {size}")
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {str(one.get("rope_type")) for one in (rope, *rope.values()) if isinstance(one, dict)}
-    if changing := sorted(kinds & {"dynamic", "longrope"}):
-        why = "depends on the longest position" if changing[0] == "dynamic" else "was not tested with shared rows"
-        raise ValueError(f"{name}: expected 1 for {text.model_type}, whose RoPE ({changing[0]}) {why}, got {size}")
+    if any(isinstance(one, dict) and one.get("rope_type") == "dynamic" for one in (rope, *rope.values())):
+        raise ValueError(
+            f"{name}: expected 1 for {text.model_type}, whose RoPE (dynamic) depends on the longest position, "
+            f"got {size}"
+        )
     if model.config.model_type in VISION_EXPERT_FAMILIES:
         raise ValueError(
             f"{name}: expected 1 for {model.config.model_type}, whose experts for images have no gradient on a rank "
