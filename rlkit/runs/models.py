@@ -423,22 +423,26 @@ def shared_options(cfg: EngineOptions, processor: Any, config: Any) -> dict[str,
     Args:
         config: of the model.
     """
-    sequence_parallel, longest = cfg.ulysses_sequence_parallel_size, None
-    if original_length(config) is not None and cfg.engine != "megatron":  # which refuses a model with LongRoPE by name
-        longest = longest_row(cfg)
-    return {
+    options = {
         "processor": processor,
         "micro_batch_tokens": cfg.micro_batch_tokens,
         "use_remove_padding": cfg.use_remove_padding,
         "use_fused_kernels": cfg.use_fused_kernels,
-        **({} if cfg.compute_dtype == "auto" else {"compute_dtype": getattr(torch, cfg.compute_dtype)}),
-        **({} if cfg.share_prompts else {"share_prompts": False}),  # not an option of every engine
-        **({"use_torch_compile": True} if cfg.use_torch_compile else {}),
-        **({"offload_between_phases": True} if cfg.offload_between_phases else {}),
-        **({"ulysses_sequence_parallel_size": sequence_parallel} if sequence_parallel > 1 else {}),
-        **({"longest_sequence": longest} if longest else {}),
-        **cfg.parallel,
     }
+    # the others are not options of every engine: given where they differ from the default
+    if cfg.compute_dtype != "auto":
+        options["compute_dtype"] = getattr(torch, cfg.compute_dtype)
+    if not cfg.share_prompts:
+        options["share_prompts"] = False
+    if cfg.use_torch_compile:
+        options["use_torch_compile"] = True
+    if cfg.offload_between_phases:
+        options["offload_between_phases"] = True
+    if cfg.ulysses_sequence_parallel_size > 1:
+        options["ulysses_sequence_parallel_size"] = cfg.ulysses_sequence_parallel_size
+    if original_length(config) is not None and cfg.engine != "megatron":  # which refuses a model with LongRoPE by name
+        options["longest_sequence"] = longest_row(cfg)
+    return options | cfg.parallel
 
 
 def scoring_options(cfg: EngineOptions, model: Any, processor: Any) -> dict[str, Any]:
