@@ -154,6 +154,11 @@ def main(cfg: Config) -> None:
         )
     if len(set(cfg.task)) < len(cfg.task):
         raise ValueError(f"task: expected each task once, got {', '.join(cfg.task)}")
+    if fixed := {"task", "rows", "prompts_per_step"} & {*cfg.allow_changes}:
+        raise ValueError(
+            "allow_changes: expected no option that decides which rows are in a batch, got "
+            f"{', '.join(sorted(fixed))}; start a new evaluation"
+        )
     tasks = [runs.load_named_task(cfg, name) for name in cfg.task]
     name, heldout = "-".join(task.name for task in tasks), [task.heldout for task in tasks]
     run = runs.start_run(cfg, name, heldout=concatenate(heldout))

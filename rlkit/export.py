@@ -18,8 +18,9 @@ from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import TensorReader, checkpoints
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.value_head import head_name, load_value_model
+from rlkit.runs.directory import BUILT_MODEL
 from rlkit.runs.export import export_dtype
-from rlkit.runs.models import processor_of, trained_part
+from rlkit.runs.models import builds_model, processor_of, trained_part
 from rlkit.runs.options import TrainingOptions
 from rlkit.runs.start import one_sentence_errors
 from rlkit.tracking import CONFIG
@@ -62,7 +63,7 @@ def export_checkpoint(run: Path, step: int | None = None, to: Path | None = None
     to = to or run / f"{'critic' if critic else 'model'}_{checkpoint.name}"
     if to.exists():
         raise ValueError(f"to: expected a new directory, got {to}, which exists")
-    path = (cfg.critic_model if critic else "") or (str(run / "init") if (run / "init").exists() else cfg.model)
+    path = (cfg.critic_model if critic else "") or (str(run / BUILT_MODEL) if builds_model(cfg) else cfg.model)
     init_distributed("cpu")
     engine = engine_of_run(cfg, path, checkpoint)
     engine.load_checkpoint(checkpoint)

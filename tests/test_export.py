@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent / "recipes"))
 
@@ -47,6 +47,18 @@ def test_the_model_stays_on_the_host_where_there_is_a_gpu(sft, tmp_path, monkeyp
     monkeypatch.setattr(rlkit.export, "make_engine", lambda *a, **k: devices.append(k.get("device")) or make(*a, **k))
     export_checkpoint(sft, 1, tmp_path / "model")
     assert devices == ["cpu"]
+
+
+def test_a_model_that_a_failed_start_left_is_not_the_base(sft, tiny_dir, tmp_path):
+    """Its name is that of the model that a run builds by itself; this run was given another one."""
+    other = shutil.copytree(tiny_dir, sft / "init")
+    file = next(other.glob("*.safetensors"))
+    save_file({name: torch.zeros_like(x) for name, x in load_file(file).items()}, file, metadata={"format": "pt"})
+    try:
+        export_checkpoint(sft, 3, tmp_path / "model")
+    finally:
+        shutil.rmtree(other)
+    assert same(weights(tmp_path / "model"), weights(sft / "model"))
 
 
 def test_an_earlier_step(sft, tmp_path):

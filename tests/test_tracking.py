@@ -46,6 +46,14 @@ def test_the_options_of_each_start_are_kept(tmp_path):
     assert len(read_metrics(tmp_path / METRICS)) == 3  # and what was logged stays until `start_at`
 
 
+def test_options_of_an_earlier_start_are_never_replaced(tmp_path):
+    (tmp_path / "config-2.json").write_text("{}")  # config-1.json was removed by hand
+    for seed in range(3):
+        Run(tmp_path, {"seed": seed}).log(0, {})
+    seeds = {path.name: json.loads(path.read_text()).get("seed") for path in tmp_path.glob("config*.json")}
+    assert seeds == {"config-2.json": None, "config-1.json": 0, "config-3.json": 1, CONFIG: 2}
+
+
 def test_start_at_drops_what_will_be_logged_again(tmp_path):
     run = Run(tmp_path, {})
     run.drop_metrics_from(0)
@@ -247,6 +255,18 @@ def test_several_trackers_are_told_what_the_files_are(tmp_path, listed):
     assert rest == [
         *((step, {"reward/mean": step / 2}) for step in range(3)), (2, {"eval/accuracy_after": 0.75}), "finished",
     ]  # fmt: skip
+
+
+def test_trackers_get_evaluations_at_their_finished_steps(tmp_path, listed):
+    """The one before training is step 0, that after the first step, whose number is 0, is step 1."""
+    run = Run(tmp_path, {}, trackers=("listed",))
+    run.log_evaluation(evaluations=[{"step": 0, "accuracy": 0.1}])
+    run.log(0, {"x": 1.0})
+    run.log_evaluation(evaluations=[{"step": 0, "accuracy": 0.1}, {"step": 1, "accuracy": 0.2}])
+    run.write_evaluation(evaluations=[{"step": 0, "accuracy": 0.1}])  # a later one was lost, and is dropped
+    run.log_evaluation(best_step=0)
+    assert listed[2:] == [(0, {"heldout/accuracy": 0.1}), (0, {"x": 1.0}), (1, {"heldout/accuracy": 0.2}),
+                          (0, {"eval/best_step": 0})]  # fmt: skip
 
 
 def test_trackers_get_the_kept_answers(tmp_path, listed):

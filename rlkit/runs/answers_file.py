@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rlkit.runs.interruption import continue_from_log
 from rlkit.runs.options import RunOptions
 from rlkit.tracking import METRICS, Run, read_metrics
 
@@ -24,8 +25,9 @@ def resume_answers(cfg: RunOptions, run: Run) -> tuple[list[dict[str, Any]], int
     start = len(read_metrics(log)) if cfg.resume and log.exists() else 0
     answers = [answer for answer in read_metrics(run.out / ANSWERS) if answer["step"] < start] if start else []
     if run.is_main_process:
-        (run.out / ANSWERS).write_text(_as_lines(answers))
+        (run.out / ANSWERS).write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     run.is_set_up = True
+    continue_from_log(run)
     return answers, start
 
 
@@ -45,10 +47,5 @@ def append_answers(run: Run, step: int, answers: Sequence[dict[str, Any]]) -> li
     by_row = {answer["row"]: answer for local in per_rank for answer in local}
     in_order = [{"step": step, **by_row[row]} for row in sorted(by_row)]
     if run.is_main_process:
-        with (run.out / ANSWERS).open("a") as file:
-            file.write(_as_lines(in_order))
+        run.append(ANSWERS, in_order)
     return in_order
-
-
-def _as_lines(answers: Sequence[dict[str, Any]]) -> str:
-    return "".join(json.dumps(answer) + "\n" for answer in answers)

@@ -128,7 +128,7 @@ def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str
 
     Options of a config.json that concern only its own run are left out, such as `out` and `resume`. So are those that
     are defaults of its model, such as `lr`, because a run with another model has other ones. So is `epochs`, from which
-    `steps` would be computed, if `steps` is given on the command line.
+    `steps` would be computed, if `steps` is given on the command line. An empty value counts as not given.
 
     Raises:
         ValueError: the file cannot be read, is not a mapping, or has an option that `config` lacks.
@@ -152,7 +152,7 @@ def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
     if "steps" in given:
         options.pop("epochs", None)
-    return [part for name, x in options.items() for part in _as_arguments(name, x)]
+    return [part for name, x in options.items() if x is not None for part in _as_arguments(name, x)]
 
 
 def _check_renamed(names: Collection[str], config: type[Any]) -> None:
@@ -170,7 +170,9 @@ def _as_arguments(name: str, x: Any) -> list[str]:
         return [f"--{name}" if x else f"--no_{name}"]
     if isinstance(x, dict):
         x = [part for pair in x.items() for part in pair]
-    return [f"--{name}", *map(str, x)] if isinstance(x, list) else [f"--{name}", str(x)]
+    if isinstance(x, list):
+        return [f"--{name}", *map(str, x)]
+    return [f"--{name}={x}"] if str(x).startswith("-") else [f"--{name}", str(x)]
 
 
 def changed_arguments(cfg: Any, *, without: Collection[str] = ()) -> list[str]:

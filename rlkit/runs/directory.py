@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
-from itertools import count, filterfalse, takewhile
+from itertools import count, filterfalse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO, TypeVar
@@ -27,6 +29,7 @@ from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES
 from rlkit.vlm.long_rope import has_long_factors, original_length
 
 LOCK = "run.lock"
+BUILT_MODEL = "init"  # the tiny model, or one with another configuration
 PROBE_BYTES = 1 << 20
 T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
@@ -144,7 +147,7 @@ def _check_same_factors(out: Path, before: Mapping[str, Any], now: Mapping[str, 
     longest = [longest_row(SimpleNamespace(**options)) for options in (before, now)]
     if longest[0] == longest[1]:
         return
-    model = str(out / "init") if (out / "init").exists() else now["model"]
+    model = str(out / BUILT_MODEL) if (out / BUILT_MODEL).exists() else now["model"]
     config = config_or_empty(model, trust_remote_code=now["trust_remote_code"])
     was_long, is_long = (has_long_factors(config, length) for length in longest)
     if was_long != is_long:
@@ -190,8 +193,8 @@ class _Taken(ValueError):
 def _claim_numbered(path: Path, resume: bool) -> Path:
     """Claim the first free one of PATH, PATH-2, PATH-3, ...; to resume, the last one that contains a run."""
     if resume:
-        started = list(takewhile(_holds_run, _numbered(path)))
-        return _claim(started[-1] if started else path, resume)
+        started = {number: found for number, found in _existing(path) if _holds_run(found)}
+        return _claim(started[max(started)] if started else path, resume)
     without_run = filterfalse(_holds_run, _numbered(path))
     while True:
         try:
@@ -207,6 +210,14 @@ def _numbered(path: Path) -> Iterator[Path]:
         yield path.with_name(f"{path.name}-{number}")
 
 
+def _existing(path: Path) -> Iterator[tuple[int, Path]]:
+    """The numbers and paths of those of PATH, PATH-2, PATH-3, ... that exist."""
+    numbered = re.compile(re.escape(path.name) + r"(?:-([1-9]\d*))?")
+    for found in path.parent.glob("*"):
+        if match := numbered.fullmatch(found.name):
+            yield int(match[1] or 1), found
+
+
 def _claim(path: Path, resume: bool) -> Path:
     if path.exists() and not path.is_dir():
         raise ValueError(f"out {str(path)!r}: expected a directory, got a file")
@@ -220,8 +231,9 @@ def _claim(path: Path, resume: bool) -> Path:
     if _holds_run(path) and not resume:
         release_directory(path)
         raise _Taken(f"out {str(path)!r}: holds a run already; continue it with --resume, or choose another --out")
-    if claimed_before and not _holds_run(path) and not resume:  # left by a start that failed
-        for name in (CONFIG, EVAL, METRICS, SAMPLES):
+    if claimed_before and not _holds_run(path):  # left by a start that failed
+        shutil.rmtree(path / BUILT_MODEL, ignore_errors=True)  # this start may have other options
+        for name in () if resume else (CONFIG, EVAL, METRICS, SAMPLES):
             (path / name).unlink(missing_ok=True)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")

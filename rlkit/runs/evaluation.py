@@ -164,7 +164,7 @@ def _drop_evaluations_after(run: Run, step: int) -> None:
     evaluations = _evaluations(run)
     kept = [earlier for earlier in evaluations if earlier["step"] <= step]
     if len(kept) < len(evaluations):
-        run.log_evaluation(evaluations=kept)
+        run.write_evaluation(evaluations=kept)
 
 
 def evaluate_when_due(cfg: Any, run: Run, evaluate: Callable[[str], Any], engine: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from rlkit.data import Sample
-from rlkit.report import append_records, prompt_record
+from rlkit.report import prompt_record
 from rlkit.rewards import scoring_problem
 from rlkit.rollout import Sampling
 from rlkit.rollout.sampling import sample_name
@@ -16,7 +16,7 @@ from rlkit.runs.answers import Answers, Prompts, accuracy, count_scored, too_few
 from rlkit.runs.evaluation import means_of_rows, pass_at_k, record_evaluation
 from rlkit.runs.rollouts import is_replay
 from rlkit.runs.sampling import PolicySampler
-from rlkit.tracking import Run
+from rlkit.tracking import SAMPLES, Run
 
 HELDOUT_KEPT = 20  # held-out answers kept from each evaluation before and during training
 NAMED = 5  # most held-out rows that a line names
@@ -96,7 +96,7 @@ def keep_heldout(run: Run, scored: Iterable[Sample], step: int) -> None:
     """Write rank 0's held-out answers with the lowest rewards to samples.jsonl."""
     if run.is_main_process:
         worst = sorted(scored, key=lambda sample: sample.reward)[:HELDOUT_KEPT]
-        append_records(run.out, [prompt_record(run.out, [sample], "held-out", step) for sample in worst])
+        run.append(SAMPLES, [prompt_record(run.out, [sample], "held-out", step) for sample in worst])
 
 
 def heldout_problem(sampler: PolicySampler, answers: Answers, prompts: Prompts) -> str:

@@ -22,12 +22,13 @@ import torch.distributed as dist
 
 from rlkit.engines.checkpoint import checkpoints
 from rlkit.engines.distributed import all_reduce
-from rlkit.tracking import Run
+from rlkit.tracking import METRICS, Run
 
 POLICY = "checkpoints"  # the policy's checkpoint is written last: if it exists, the step is completely saved
 EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
 _signals: list[int] = []  # received so far, in order
 _training: list[Run] = []  # the run that is training, if any
+_logging: list[Run] = []  # the run that continues from its log, if any
 
 
 class Interrupted(SystemExit):
@@ -58,11 +59,17 @@ def outside_endings(recipe: str) -> Iterator[None]:
             signal.signal(number, handler)
         _signals.clear()
         _training.clear()
+        _logging.clear()
 
 
 def end_after_step(run: Run) -> None:
     """From now on, a signal during a step ends this run after the step, in `save`."""
     _training[:] = [run]
+
+
+def continue_from_log(run: Run) -> None:
+    """This run has no checkpoints, and continues after the last batch that was logged."""
+    _logging[:] = [run]
 
 
 def a_signal_has_come() -> bool:
@@ -100,6 +107,8 @@ def _say_how_it_ended(recipe: str, when: str) -> None:
 
 def _how_to_continue() -> str:
     """Which checkpoint is the newest, and how to continue from it."""
+    if not _training and _logging and (_logging[0].out / METRICS).exists():
+        return f"to continue after the batches that were logged, add --out {_logging[0].out} --resume to the command"
     saved = checkpoints(_training[0].out / POLICY) if _training else []
     if not saved:
         return "no step was saved"

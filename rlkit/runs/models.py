@@ -19,7 +19,7 @@ from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import model_end_token_ids
 from rlkit.runs.command_line import option_value
-from rlkit.runs.directory import decided_by_rank_0
+from rlkit.runs.directory import BUILT_MODEL, decided_by_rank_0
 from rlkit.runs.image_processor import processor_options
 from rlkit.runs.options import AdapterOptions, EngineOptions, OptimizerOptions, TrainingOptions
 from rlkit.runs.rollouts import recorded
@@ -60,7 +60,7 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
         rows: rows on which the tiny model is fine-tuned.
         tiny: further arguments of `rlkit.vlm.build_tiny`.
     """
-    place = run.out / "init"
+    place = run.out / BUILT_MODEL
     if not cfg.model_config and not is_config_file(cfg.model):
         path = model_or_tiny(cfg.model, place, rows, seed=cfg.seed, **tiny)
         return path, processor_of(cfg, path)
@@ -73,6 +73,11 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
 
     decided_by_rank_0(write)
     return str(place), processor_of(cfg, str(place))
+
+
+def builds_model(cfg: Any) -> bool:
+    """Whether a run builds its model in its own directory, as it cannot be loaded as it is."""
+    return cfg.model == "tiny" or bool(cfg.model_config) or is_config_file(cfg.model)
 
 
 def processor_of(cfg: Any, path: str) -> Any:

@@ -25,6 +25,7 @@ from rlkit.runs.option_types import (
     PositiveFloat,
     PositiveInt,
     UnitInterval,
+    check_range,
 )
 
 RUN_ONLY_OPTIONS = {"config", "out", "resume", "allow_changes"}  # of one run: no other run takes them over
@@ -347,9 +348,11 @@ def check_servers(cfg: RunOptions) -> None:
 
 
 def check_sampling(cfg: Any) -> None:
-    """Raise a ValueError for a temperature at which the sampling back end does not sample."""
+    """Raise a ValueError for answers of no token, or a temperature at which the sampling back end does not sample."""
     from rlkit.rollout.vllm_requests import check_temperature
 
+    if isinstance(cfg, SamplingOptions):
+        check_range("max_new_tokens", cfg.max_new_tokens, 1)
     if getattr(cfg, "rollout", "") in ("vllm", "vllm_server"):
         check_temperature(getattr(cfg, "temperature", 1.0))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,10 @@ class RecordingEngine:
 
 def recorded(cfg: Any, engine: Any) -> Any:
     """The engine, wrapped in a `RecordingEngine` if `cfg.save_rollouts` is set."""
-    return RecordingEngine(engine) if getattr(cfg, "save_rollouts", False) else engine
+    if not getattr(cfg, "save_rollouts", False):
+        return engine
+    _checksum(_recipe_of(cfg))  # of the code that runs: the file may be edited later
+    return RecordingEngine(engine)
 
 
 def record_draw(
@@ -133,11 +137,10 @@ def save_rollouts(cfg: Any, run: Run, step: int, engines: Mapping[str, Any]) -> 
         engines: engines by checkpoint folder, as in `rlkit.runs.save`.
     """
     run.phase("checkpoint")
-    recipe = Path(inspect.getfile(type(cfg)))
     bundle = Bundle(
         step,
-        recipe=str(recipe),
-        recipe_sha256=hashlib.sha256(recipe.read_bytes()).hexdigest(),
+        recipe=_recipe_of(cfg),
+        recipe_sha256=_checksum(_recipe_of(cfg)),
         task=getattr(cfg, "task", ""),
         options=asdict(cfg),
         versions={**versions(), "device": _device_name()},
@@ -163,6 +166,15 @@ def save_rollouts(cfg: Any, run: Run, step: int, engines: Mapping[str, Any]) -> 
             write_bundle(place, bundle, rank=first.data_parallel_rank, ranks=first.data_parallel_size)
         except OSError as error:
             run.stop(f"rollouts: expected room for those of this step in {run.out / FOLDER}, got: {error}")
+
+
+def _recipe_of(cfg: Any) -> str:
+    return inspect.getfile(type(cfg))
+
+
+@cache
+def _checksum(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _device_name() -> str:

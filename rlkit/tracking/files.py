@@ -7,6 +7,7 @@ import mmap
 import platform
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ SAMPLES = "samples.jsonl"  # written and read by rlkit.report.answers
 def keep_earlier_config(out: Path) -> None:
     """Renames the config.json of an earlier start to config-1.json, config-2.json, ..."""
     if (out / CONFIG).exists():
-        earlier = len(list(out.glob("config-*.json")))
-        (out / CONFIG).rename(out / f"config-{earlier + 1}.json")
+        names = (f"config-{number}.json" for number in count(1))
+        (out / CONFIG).rename(out / next(name for name in names if not (out / name).exists()))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -218,14 +218,14 @@ class Run:
         metrics = {**self._flops(times), **metrics}
         row = {**metrics, **times, **memory, **planned, **rates(metrics, times, self.peak)}
         if self.is_main_process:
-            self._append(METRICS, [{"step": step, **row}])
-            self._append(SAMPLES, [{**record, "step": step} for record in self._answers])
+            self.append(METRICS, [{"step": step, **row}])
+            self.append(SAMPLES, [{**record, "step": step} for record in self._answers])
             self._write_page_if_due()
         self._log_answers_to_trackers()
         self._answers = []
         if self.progress is not None:
             self.progress.set_postfix_str(self._status(row, show or {}), refresh=False)
-        self._log_to_trackers(row)
+        self._log_to_trackers(row, step)
 
     def _flops(self, times: Mapping[str, float]) -> dict[str, float]:
         """`flops` of all ranks in the phase "train" since the last line, if there was such a phase."""
@@ -240,7 +240,7 @@ class Run:
         speed = row.get("time/tokens_per_second")
         return ", ".join([*shown, *filter(None, [self.heldout_status]), *([f"{speed:,.0f} tokens/s"] if speed else [])])
 
-    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends rows to a .jsonl file. Ends the run with an error message if that fails, as on a full disk."""
         text = "".join(json.dumps(row) + "\n" for row in rows)
         try:
@@ -270,19 +270,25 @@ class Run:
         """Adds results to `eval.json` and returns its whole content.
 
         Args:
-            results: values by name. `evaluations` is the list of all evaluations, each with its `step`. The newest one
-                is sent to trackers as `heldout/...`.
+            results: values by name. `evaluations` is the list of all evaluations, each with its `step`, the number of
+                finished steps. The newest one is sent to trackers as `heldout/...`, at its step.
         """
-        newest = {"step": 0, **(results.get("evaluations") or [{}])[-1]}
+        merged = self.write_evaluation(**results)
+        newest = (results.get("evaluations") or [{}])[-1]
         for name, title in (("heldout_loss", "held-out loss"), ("accuracy", "held-out accuracy")):
             if name in newest:
                 self.heldout_status = f"{title} {newest[name]:.3g}"
-        path = self.out / EVAL
-        merged = {**read_object(path), **results}
+        during = {f"heldout/{name}": x for name, x in newest.items() if name != "step"}
+        evaluated = [one["step"] for one in merged.get("evaluations", ()) if "step" in one]
+        step = evaluated[-1] if evaluated else self.step
+        self._log_to_trackers({f"eval/{name}": x for name, x in results.items()} | during, step)
+        return merged
+
+    def write_evaluation(self, **results: Any) -> dict[str, Any]:
+        """Adds results to `eval.json` and returns its whole content. Trackers do not get them."""
+        merged = {**read_object(self.out / EVAL), **results}
         if self.is_main_process:
             self._write(EVAL, merged)
-        during = {f"heldout/{name}": x for name, x in newest.items() if name != "step"}
-        self._log_to_trackers({f"eval/{name}": x for name, x in results.items()} | during)
         return merged
 
     def close(self) -> None:
@@ -311,11 +317,11 @@ class Run:
             except OSError:  # a failure of the watchdog must not end the run
                 pass
 
-    def _log_to_trackers(self, values: Mapping[str, Any]) -> None:
+    def _log_to_trackers(self, values: Mapping[str, Any], step: int) -> None:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
         for tracker in self.trackers:
             try:
-                tracker.log(numbers, step=max(self.step, 0))
+                tracker.log(numbers, step=max(step, 0))
             except Exception as error:  # the run's own files have the metrics
                 self.print(f"tracker {tracker.name}: metrics could not be logged: {type(error).__name__}: {error}")
 
@@ -330,4 +336,8 @@ class Run:
                     self.print(f"tracker {tracker.name}: answers could not be logged: {type(error).__name__}: {error}")
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        replace_file(self.out / name, json.dumps(content, indent=1, default=str) + "\n")
+        text = json.dumps(content, indent=1, default=str) + "\n"
+        try:
+            replace_file(self.out / name, text)
+        except OSError as error:
+            self.stop(f"{self.out / name}: expected room for {len(text)} bytes, got: {error}")

@@ -80,6 +80,9 @@ def test_stopped_and_resumed_it_gives_the_same(whole, start, tmp_path, monkeypat
         patch.setattr(Run, "log", stop)
         run_here("evaluate", *arguments)
     assert len(answers(tmp_path / "run")) == 16 and len(numbers(tmp_path / "run")) == 1
+    other_batches = ["--prompts_per_step", 4, "--allow_changes", "prompts_per_step"]
+    with pytest.raises(SystemExit, match="allow_changes: expected no option that decides which rows are in a batch"):
+        run_here("evaluate", *arguments, "--resume", *other_batches)
     run_here("evaluate", *arguments, "--resume")
     assert numbers(tmp_path / "run") == numbers(whole) and answers(tmp_path / "run") == answers(whole)
     assert evaluation(tmp_path / "run") == evaluation(whole)
@@ -90,6 +93,14 @@ def test_text_greedy_alone(text_dir, tmp_path):  # noqa: F811
     run_here("evaluate", *arguments)
     found = evaluation(tmp_path / "run")["tasks"]["sorting"]
     assert found["rows"] == 20 and "mean" not in found and answers(tmp_path / "run")[0]["samples"] == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_sentence(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "answers.jsonl").symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match="answers.jsonl: expected room for .* bytes, got: .*No space left"):
+        run_here("evaluate", "--model", start, "--task", "helpers:few_digits", "--out", tmp_path / "run", *SMALL)
 
 
 def test_help_names_every_option(capsys):
@@ -120,6 +131,7 @@ def test_bad_input_is_one_clear_message(whole, start, tmp_path):
         ],
         "evaluate: pass_at: expected a k of at most group_size = 4, got \\(8,\\)": ["--pass_at", 8],
         "evaluate: pass_at: expected at least 1, got 0": ["--pass_at", 4, 0],
+        "evaluate: max_new_tokens: expected at least 1, got 0": ["--max_new_tokens", 0],
         "evaluate: out .*holds a run already; continue it with --resume": ["--out", whole],
     }.items():
         with pytest.raises(SystemExit, match=message):

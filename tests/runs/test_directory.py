@@ -145,6 +145,18 @@ def test_numbers_and_what_resume_continues(here):
     assert claim_directory("", "x", resume=False) == Path("runs/x-4")
 
 
+def test_resume_finds_a_run_behind_a_directory_without_one(here):
+    """A job takes x, another x-2; the first fails during set-up, the second is killed and resumed."""
+    for name in ("x", "x-2", "x-10", "x-a", "xx-99"):
+        (here / "runs" / name).mkdir(parents=True)
+    finish_a_run(here / "runs" / "x-2")
+    assert claim_directory("", "x", resume=True) == Path("runs/x-2")
+    finish_a_run(here / "runs" / "x-10")
+    for name in ("x-a", "xx-99"):
+        finish_a_run(here / "runs" / name)
+    assert claim_directory("", "x", resume=True) == Path("runs/x-10")
+
+
 def test_a_run_is_not_overwritten(here):
     path = claim_directory("a", "x", resume=False)
     finish_a_run(path)
@@ -162,6 +174,7 @@ def test_a_start_that_failed_may_be_repeated(here):
     assert claim_directory("a", "x", resume=False) == Path("a")
     run.drop_metrics_from(0)
     run.log_evaluation(accuracy_before=0.5)
+    (here / "a" / "init").mkdir()  # a model that it built; the next start may name another one
     assert claim_directory("a", "x", resume=False) == Path("a")
     assert [path.name for path in (here / "a").iterdir()] == ["run.lock"]
     run.log(0, {})

@@ -30,7 +30,7 @@ from rlkit.runs import (
     load_named_task,
     parse_options,
 )
-from rlkit.runs.command_line import option_groups
+from rlkit.runs.command_line import changed_arguments, option_groups
 from rlkit.runs.option_types import check_ranges
 from rlkit.runs.tasks import with_epochs
 
@@ -137,6 +137,25 @@ def test_options_from_a_file_are_those_of_the_command_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"stpes": 3}))
     with pytest.raises(ValueError, match="config '.*config.json': expected options of this recipe, got stpes"):
         parse_options(Config, "", file)
+
+
+@dataclass
+class Named(OptimizerOptions, RunOptions):
+    name: str = "x"
+    """A text."""
+
+
+def test_an_empty_value_in_a_file_is_not_given(tmp_path):
+    """YAML's null; it became the text None."""
+    (tmp_path / "run.yaml").write_text("name:\nseed: 4\n")
+    assert parse_options(Named, "", ["--config", str(tmp_path / "run.yaml")]).name == "x"
+
+
+@pytest.mark.parametrize("text", ["-", "--x", "-1 is less", "a=b", "--name=-y"])
+def test_a_text_that_looks_like_an_option_survives_a_file(tmp_path, text):
+    (tmp_path / "config.json").write_text(json.dumps({"name": text}))
+    assert parse_options(Named, "", ["--config", str(tmp_path / "config.json")]).name == text
+    assert parse_options(Named, "", changed_arguments(Named(name=text))).name == text
 
 
 @pytest.mark.parametrize(
