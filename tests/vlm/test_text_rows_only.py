@@ -118,6 +118,6 @@ def test_features_of_an_image_of_minimax_depend_on_the_images_beside_it():
     """In transformers 5.19; where they do not, images can be supported."""
     processor, model = made("minimax_m3_vl")
     one, two = (processor.image_processor([image(*size)], return_tensors="pt") for size in ((20, 20), (40, 18)))
-    together = {name: torch.cat([one[name], two[name]]) for name in one}
-    alone, beside = model.get_image_features(**one).pooler_output[0], model.get_image_features(**together).pooler_output
+    both = {name: torch.cat([one[name], two[name]]) for name in one}
+    alone, beside = model.get_image_features(**one).pooler_output[0], model.get_image_features(**both).pooler_output
     assert (alone - beside[0]).abs().max() > 1e-3
