@@ -176,7 +176,8 @@ def page() -> str:
     by_transformers = fill(BY_TRANSFORMERS.format(of_transformers), subsequent_indent="  ", **WRAPPED)
     parts = {name: ", ".join(f"`{part}`" for part in layer) for name, layer in sorted(configs.MADE_OF_FULL.items())}
     made_of_full = nested({names: layer for layer, names in by_value(parts).items()})
-    refused_vision = nested(load("vlm/test_every_family.py").REFUSED_VISION_FAMILIES)
+    refused_vision = nested(every.REFUSED_VISION_FAMILIES)
+    text_rows_only = nested(load("vlm/test_text_rows_only.py").TEXT_ROWS_ONLY)
     not_split = nested({"recurrent layers": ", ".join(sorted(recurrent)), "indexers": ", ".join(sorted(indexed))})
     more = f"""
 ## Not supported
@@ -191,9 +192,10 @@ These are refused with an error that says why:
 - positions: {positions};
 - videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
   `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), but not on audios;
-- images and videos of these families:
+- images and videos of these families, whose rows of text can be trained on (those of minimax_m3_vl cannot be packed):
+{text_rows_only}
+- all rows of these families:
 {refused_vision}
-- videos of minimax_m3_vl. Its images were not tested, and its rows cannot be packed;
 - rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
 - vLLM: diffllama, with vLLM's own words: "{with_vllm}";
 - vLLM on a CPU:
@@ -382,7 +384,11 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
   family and misses the scale of logits, because it looks for another name; logprobs of the tiny model differ by 2.
   rlkit sets that name by `hf_overrides`.
 - **minimax_m3_vl_text** (the text model of MiniMax-M3) attends to blocks that an indexer chooses. Packed rows are
-  refused: "its layers of minimax_m3_sparse are not supported by packed attention".
+  refused: "its layers of minimax_m3_sparse are not supported by packed attention". As of deepseek_v4, `--rollout hf`
+  refuses rows that are padded on the left, of prompts of different lengths: their logprobs differed by 0.2.
+- **Images of minimax_m3_vl.** In the vision tower of transformers 5.19 the patches of all images and videos of a
+  forward attend to each other, so the features of an image depend on those beside it; logprobs of the tiny model
+  differed by 0.1. vLLM computes each image alone.
 - **deepseek_v4** attends to blocks of tokens, each of which becomes one key. Packed rows are refused. transformers 5.19
   counts the blocks of padded rows from their first column, padding included: logprobs of the tiny model differ by 0.5
   in rows padded on the left. `--rollout hf` refuses such rows. vLLM needs a GPU, which was not tested.

@@ -28,6 +28,7 @@ from rlkit.vlm.processors import (
     STACKED_VIDEOS,
     TWO_FRAMES_AT_LEAST,
     VIDEO_PROCESSORS,
+    WITHOUT_MEDIA,
     feature_id,
     placeholder_id,
 )
@@ -91,6 +92,8 @@ def _media_arguments(processor: Any, media: Mapping[str, Sequence[Any]]) -> dict
     for kind, given in media.items():
         if given and not hasattr(processor, "tokenizer"):
             raise ValueError(f"{kind}s: expected none, as the model's processor is a tokenizer, got {len(given)}")
+        if given and (why := WITHOUT_MEDIA.get(name := type(processor).__name__)) is not None:
+            raise ValueError(f"{kind}s: expected none for a {name}, got {len(given)}: {why}")
     arguments: dict[str, Any] = {"images": list(media["image"])} if media["image"] else {}
     arguments |= video_arguments(processor, media["video"]) if media["video"] else {}
     arguments |= audio_arguments(processor, media["audio"]) if media["audio"] else {}

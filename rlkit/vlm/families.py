@@ -34,9 +34,13 @@ PATCH_ROW_FAMILIES = frozenset(
         "qwen3_omni_moe_thinker",
     }
 )
-# why rows with images or videos cannot be given to these
+# why rows with images or videos cannot be given to these, and rows of text neither: its forward needs a video
 REFUSED_VISION_FAMILIES = {
     "instructblipvideo": "its vision tower reads the question too, as tokens of another tokenizer",
+}
+# why rows with images or videos cannot be given to these; rows of text can
+TEXT_ROWS_ONLY = {
+    "minimax_m3_vl": "in transformers the patches of all images in a forward attend to each other",
     "perception_lm": "its processor does not say how many tiles an image has, and images have different numbers",
     "video_llava": "its images and videos have other names than those of all other families (pixel_values_images)",
 }
@@ -130,6 +134,8 @@ WINDOW_IN_MASK = frozenset({"PhimoeAttention", "Qwen2MoeAttention"})
 KEEPS_LAYOUT_FROM_ATTENTION = frozenset({"NemotronDecoderLayer"})
 # families with attention to blocks of tokens, which transformers counts from the first column of padded rows
 COMPRESSED_FAMILIES = frozenset({"deepseek_v4"})
+# the same, also of families whose queries choose blocks of tokens
+BLOCK_FAMILIES = COMPRESSED_FAMILIES | {"minimax_m3_vl_text"}
 TAKES_PADDING_MASK = frozenset({"Glm5NextTextAttention"})  # [B, T]; the others take a causal mask
 # modality -> the module that encodes it, in families whose encoders have no configuration of their own
 ENCODERS_WITHOUT_CONFIG = {"gemma4_unified": {"vision": "model.embed_vision", "audio": "model.embed_audio"}}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlkit.data.thinking_tags import THINKING_TAGS
-from rlkit.vlm.families import REFUSED_VISION_FAMILIES
+from rlkit.vlm.families import REFUSED_VISION_FAMILIES, TEXT_ROWS_ONLY
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 QWEN2_5_OMNI, QWEN3_OMNI, GEMMA3N = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor", "Gemma3nProcessor"
@@ -20,6 +20,12 @@ FRAMES_NOT_COUNTED = frozenset({ONEVISION, NEXT_VIDEO})  # these do not say how 
 OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
 # processors whose audios are tested: tokens, position ids, training and sampling
 AUDIO_PROCESSORS = OMNI_PROCESSORS | {GEMMA3N, "Gemma4Processor", "Gemma4UnifiedProcessor"}
+# processor -> why it is given no images and videos
+WITHOUT_MEDIA = {
+    "MiniMaxM3VLProcessor": TEXT_ROWS_ONLY["minimax_m3_vl"],
+    "PerceptionLMProcessor": TEXT_ROWS_ONLY["perception_lm"],
+    "VideoLlavaProcessor": TEXT_ROWS_ONLY["video_llava"],
+}
 GLM_PROCESSORS = frozenset({"Glm4vProcessor", "Glm46VProcessor"})  # of GLM-4.1V, 4.5V, 4.6V and OCR
 # processors without a token for a video, which write its frames as images
 FRAMES_AS_IMAGES = frozenset({"SmolVLMProcessor"})

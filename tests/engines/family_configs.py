@@ -68,6 +68,7 @@ TEXT = {
         **GEMMA, "layer_types": BOTH * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16,
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in BOTH},
     },
+    "gemma4_unified_text": UNIFIED,
     "glm4_moe": {**ROUTED, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "ministral3": {},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},

@@ -71,7 +71,7 @@ MORE = {
     "llama": {"sliding_window": 5},  # which its class does not declare and transformers ignores
     "glm_ocr": {"intermediate_size": 192},  # vLLM's merger has this width, that of transformers 3 * out_hidden_size
     **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
-    "gemma4_unified": {"global_head_dim": 64},
+    **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), {"global_head_dim": 64}),
     "gemma3n": {"hidden_size_per_layer_input": 32, "max_position_embeddings": 2048},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
     "granitemoehybrid": {"mamba_n_heads": 8},  # times 16 is twice the hidden size

@@ -58,7 +58,7 @@ MORE_FAMILIES = [
     "cwm", "deepseek_v2", "exaone_moe", "gemma", "glm", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe",
     "granitemoe_swa", "granitemoeshared", "helium", "hy_v3", "hyperclovax", "jais2", "mellum", "minicpm3", "ministral",
     "nanochat", "olmo", "opt", "phi", "phimoe", "solar_open", "vaultgemma", "hyperclovax_vision_v2",
-    "axk1", "zamba2", "llava_next_video",
+    "axk1", "zamba2", "llava_next_video", "gemma4_unified_text",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"]
@@ -77,7 +77,7 @@ OF_TRANSFORMERS = "rlkit.rollout.vllm_transformers"
 BY_TRANSFORMERS = ["olmo3", "flex_olmo", "olmo2", "seed_oss", "smollm3"]  # the first is in FAMILIES
 BY_TRANSFORMERS += ["hunyuan_v1_dense", "hunyuan_v1_moe", "starcoder2", "dots1", "video_llama_3", "arcee", "cwm"]
 BY_TRANSFORMERS += ["glm", "gpt_bigcode", "gpt_neox", "helium", "jais2", "mellum", "ministral", "nanochat", "olmo"]
-BY_TRANSFORMERS += ["phi", "solar_open", "vaultgemma", "hyperclovax_vision_v2"]
+BY_TRANSFORMERS += ["phi", "solar_open", "vaultgemma", "hyperclovax_vision_v2", "gemma4_unified_text"]
 OF_TEXT = {"qwen4_exp_text": QWEN4, "glm5_next_text": GLM5, "cohere_compass_text": COMPASS}
 
 

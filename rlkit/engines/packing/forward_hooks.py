@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.vlm.families import (
-    COMPRESSED_FAMILIES,
+    BLOCK_FAMILIES,
     VISION_EXPERT_FAMILIES,
     attention_layer_count,
     attention_temperature_length,
@@ -137,12 +137,12 @@ def _check_temperature(kwargs: dict[str, Any], facts: ModelFacts) -> None:
 
 
 def _check_blocks(kwargs: dict[str, Any], facts: ModelFacts) -> None:
-    """Refuse left padding where blocks of tokens, which become one key, are counted from the first column."""
+    """Refuse left padding where blocks of tokens are counted from the first column."""
     family, mask = facts.config.get_text_config().model_type, _padding_mask(kwargs)
-    if family in COMPRESSED_FAMILIES and mask is not None and not mask[:, 0].all():
+    if family in BLOCK_FAMILIES and mask is not None and not mask[:, 0].all():
         raise ValueError(
-            f"attention_mask: expected no padding on the left for {family}, whose blocks of compressed tokens would "
-            "count it; use rollout 'vllm' (on a GPU)"
+            f"attention_mask: expected no padding on the left for {family}, whose blocks of tokens would count "
+            "it; use rollout 'vllm' (on a GPU)"
         )
 
 
