@@ -68,6 +68,7 @@ from rlkit.runs.options import (
 )
 from rlkit.runs.prefetching import prefetch
 from rlkit.runs.sampling import PolicySampler, context_length
+from rlkit.runs.servers import build_server_rollout
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
@@ -108,6 +109,7 @@ __all__ = [
     "build_reference",
     "build_rollout",
     "build_scorer",
+    "build_server_rollout",
     "build_teacher",
     "build_value_engine",
     "chat_encoder",
