@@ -51,7 +51,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     gen_batch_size: runs.PositiveInt = 48
     """Prompts per generation batch. A step samples such batches until --prompts_per_step prompts
     have answers with different rewards."""

@@ -46,7 +46,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 12
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     warmup_steps: runs.NonNegativeInt = 5
     task: str = "rlkit.rollout.image_tools:zoomed_digits"
     tool: str = "rlkit.rollout.image_tools:zoom"
@@ -183,7 +183,7 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = collate(answers.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)  # for the inference below
         with runs.keep_on_device(engine):
             if reference:
                 batch.add(ref_logprobs=reference(batch))
@@ -206,8 +206,7 @@ def main(cfg: Config) -> None:
         if runs.out_of_patience(cfg, run):
             break
 
-    answers = evaluate("after")
-    shown = [replace(sample, text=transcript(sample)) for sample in answers]
+    shown = [replace(sample, text=transcript(sample)) for sample in evaluate("after")]
     runs.finish(cfg, run, shown, model=engine)
 
 
