@@ -12,8 +12,9 @@
 How it differs from grpo_vlm.py, and from the papers (one step off-policy:
 https://arxiv.org/abs/2410.18252; bounded staleness and answers that continue under new weights:
 AReaL, https://arxiv.org/abs/2505.24298):
-- A batch is requested before the update that precedes its training. Its tokens are at most
-  `max_staleness` updates old. Requests are delayed to keep this bound; no answer is discarded.
+- Batches are requested in advance. The weights that sample a token are at most `max_staleness`
+  updates older than those that train on it. Requests are delayed to keep this bound; no answer is
+  discarded.
 - Weights are sent to the servers while they generate. An unfinished answer continues under the new
   weights, and its version is that of its oldest token.
 - Nothing is clipped: each batch is used for one optimizer step, so PPO's ratio is always 1.
@@ -137,12 +138,12 @@ def main(cfg: Config) -> None:
         failures, threads = Failures("reward"), cfg.reward_threads
         submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
         request_step = partial(request, cfg, prompts_of_steps, submit)
-        ahead = cfg.max_staleness + 1  # so many steps are requested at a time
+        ahead = cfg.max_staleness + 1  # steps whose answers are requested
         requested = deque(map(request_step, range(start, cfg.steps)[:ahead]))
         stack.callback(cancel, requested)
         loss_fn = partial(policy_loss, cfg=cfg)
         for step in run.steps(start, cfg.steps):
-            run.phase("generate")  # what is waited for
+            run.phase("generate")  # the wait for answers
             answers = scored_answers(sampler, *requested.popleft(), failures)
             sampler.stop_if_rewards_failed(answers)
 
@@ -165,7 +166,7 @@ def main(cfg: Config) -> None:
             runs.evaluate_when_due(cfg, run, evaluate, engine)
             if runs.out_of_patience(cfg, run):
                 break
-            if step == start or (step + 1) % cfg.save_every == 0:  # it waits until servers are free
+            if step == start or (step + 1) % cfg.save_every == 0:  # waits until servers are free
                 check_weights()
 
         cancel(requested)

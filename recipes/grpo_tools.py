@@ -54,8 +54,8 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
     mini_batches: runs.PositiveInt = 1
-    """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
-    per batch, the ratio is clipped."""
+    """Mini-batches per batch, split by prompt. Each is one optimizer step. Clipping only has
+    an effect with more than one step per batch."""
     max_turns: runs.PositiveInt = 2
     """Maximum number of turns of the policy per episode."""
     max_response_tokens: runs.NonNegativeInt = 0
@@ -109,7 +109,7 @@ def episodes(cfg: Config, rollout, tool, processor, engine):
         role=cfg.role,
         on_failure=(lambda error: Observation(str(error))) if cfg.show_failures else None,
         global_sum=engine.global_sum,
-        failures=Failures("tool"),  # a traceback for each distinct one of the run, then counts
+        failures=Failures("tool"),  # prints the traceback of each distinct failure once
     )
 
 
@@ -119,7 +119,7 @@ def episode(sample) -> list:
 
 
 def turns_and_aborted(answers, engine):
-    """Turns of the policy in an episode, and episodes that their tool ended; over all ranks."""
+    """Mean turns of the policy per episode, and number of episodes that their tool ended."""
     messages = [message for sample in answers.scored for message in episode(sample)]
     counts = {
         "turns": sum(message["role"] == "assistant" for message in messages),

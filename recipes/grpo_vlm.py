@@ -6,8 +6,9 @@
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
 - The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476). The paper takes the
-  mean per answer and then the mean over answers, so a token of a long answer has less weight. That
-  is `return sequence_mean(loss, mb.mask, mb.total_sequences), metrics` in `policy_loss`.
+  mean per answer and then the mean over answers, so a token of a long answer has less weight. For
+  the paper's mean, let `policy_loss` end with
+  `return sequence_mean(loss, mb.mask, mb.total_sequences), metrics`.
 - clip_high is larger than clip_low (DAPO again). Clipping only matters with several optimizer steps
   per batch (ppo_epochs, mini_batches). In the first of them, the ratio is 1.
 - The weight of the KL term is 0.001; the paper's is 0.04.
@@ -48,8 +49,8 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
     mini_batches: runs.PositiveInt = 1
-    """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
-    per batch, the ratio is clipped."""
+    """Mini-batches per batch, split by prompt. Each is one optimizer step. Clipping only has
+    an effect with more than one step per batch."""
     clip_low: runs.NonNegativeFloat = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
     clip_high: runs.NonNegativeFloat = 0.28

@@ -11,8 +11,8 @@
 
 How it differs from the papers:
 - The loss is the mean over all tokens of the batch. The papers of RLOO, ReMax and OPO sum over the
-  tokens of an answer and average over answers. That is
-  `return sequence_sum_mean(loss, mb.mask, mb.total_sequences), metrics` in `policy_loss`.
+  tokens of an answer and average over answers. For that, let `policy_loss` end with
+  `return sequence_sum_mean(loss, mb.mask, mb.total_sequences), metrics`.
 - Each batch is used for one step, so the ratio is 1 and the clip of REINFORCE++ has no effect.
 - `kl_coef` subtracts the KL to the initial model from the reward: per token for REINFORCE++,
   summed over the answer for the others (OPO's paper has none). The greedy answer that is ReMax's
