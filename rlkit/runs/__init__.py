@@ -74,10 +74,8 @@ from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import mean_metrics, totals
 from rlkit.runs.updates import group_ids_of_all_ranks, keep_on_device, mini_batches
-from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flags, processor_flags
 
 __all__ = [
-    "OWN_SERVER_SHARE",
     "Above",
     "AdapterOptions",
     "Answers",
@@ -102,7 +100,6 @@ __all__ = [
     "TaskOptions",
     "TrainingOptions",
     "UnitInterval",
-    "adapter_flags",
     "answer_encoder",
     "append_answers",
     "build_engine",
@@ -125,7 +122,6 @@ __all__ = [
     "global_loss",
     "group_ids_of_all_ranks",
     "keep_on_device",
-    "length_flags",
     "load_named_task",
     "mean_and_error",
     "means_of_rows",
@@ -136,7 +132,6 @@ __all__ = [
     "out_of_patience",
     "parse_options",
     "pass_at_k",
-    "processor_flags",
     "record_evaluation",
     "resume",
     "resume_answers",
