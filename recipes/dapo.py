@@ -11,9 +11,8 @@ The four parts of the paper (https://arxiv.org/abs/2503.14476) and where they ar
 reward shaping (`overlong_penalty`). No KL term.
 
 How it differs from the paper:
-- A step samples at most `max_num_gen_batches` batches of prompts, and uses the groups found until
-  then. The run ends if no group has differing rewards: all remaining prompts are then always or
-  never solved.
+- A step samples at most `max_num_gen_batches` batches of prompts, and trains on the groups found in
+  them. The run ends if none of these groups has differing rewards.
 - Groups are filtered by rewards without the length penalty. With it, groups of equal rewards would
   pass the filter.
 - By default the learning rate decays linearly after the warm-up; the paper's is constant.
@@ -51,7 +50,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     gen_batch_size: runs.PositiveInt = 48
     """Prompts per generation batch. A step samples such batches until --prompts_per_step prompts
     have answers with different rewards."""
@@ -62,7 +61,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one optimizer step."""
     overlong_buffer: runs.NonNegativeInt = 2
-    """The length penalty grows over this many last tokens before max_new_tokens. 0: no penalty."""
+    """Number of tokens before max_new_tokens over which the length penalty grows. 0: no penalty."""
     overlong_penalty_factor: runs.NonNegativeFloat = 1.0
     """The length penalty at max_new_tokens."""
     clip_low: runs.NonNegativeFloat = 0.2
@@ -101,7 +100,8 @@ def sample_groups(gen_batches, first: int, cfg: Config, sampler, engine) -> Samp
     """Dynamic sampling: sample until enough groups have answers with different rewards.
 
     Args:
-        gen_batches: iterator over generation batches of prompts, from number `first` of the run on.
+        gen_batches: iterator over generation batches of prompts.
+        first: number of its next batch, counted from the start of the run.
     """
     answers = None
     with sampler.current_weights():
@@ -119,7 +119,7 @@ def sample_groups(gen_batches, first: int, cfg: Config, sampler, engine) -> Samp
 
 
 def renumbered(prompts, first: int):
-    """A generation batch with group ids from `first` on, so that those of a step differ."""
+    """A generation batch with group ids from `first` on, so that they are unique within a step."""
     samples = [replace(sample, group_id=first + sample.group_id) for sample in prompts.samples]
     return replace(prompts, samples=samples)
 
@@ -146,7 +146,7 @@ def main(cfg: Config) -> None:
     runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
     runs.check_range("overlong_buffer", cfg.overlong_buffer, 0, cfg.max_new_tokens)
     if cfg.epochs:
-        raise ValueError("epochs: expected 0, as prompts per step vary, got some; use --steps")
+        raise ValueError(f"epochs: expected --steps, as steps vary in size, got {cfg.epochs}")
     task = runs.load_named_task(cfg, cfg.task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
     path, processor = runs.find_model(cfg, run, task.train)

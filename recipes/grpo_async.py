@@ -12,38 +12,33 @@
 How it differs from grpo_vlm.py, and from the papers (one step off-policy:
 https://arxiv.org/abs/2410.18252; bounded staleness and answers that continue under new weights:
 AReaL, https://arxiv.org/abs/2505.24298):
-- A batch is requested before the update that precedes its training. Its tokens are at most
-  `max_staleness` updates old. Requests are delayed to keep this bound; no answer is discarded.
+- Batches are requested in advance. The weights that sample a token are at most `max_staleness`
+  updates older than those that train on it. Requests are delayed to keep this bound; no answer is
+  discarded.
 - Weights are sent to the servers while they generate. An unfinished answer continues under the new
   weights, and its version is that of its oldest token.
-- Old log-probabilities are the trainer's own, of the same forward pass. The clipped ratio is
-  therefore 1, and truncated importance weights correct for the older weights of the sampler.
-  AReaL's decoupled objective has these weights too, without truncation.
+- Nothing is clipped: each batch is used for one optimizer step, so PPO's ratio is always 1.
+  Importance weights replace the clip. The weight of a token is its probability under the trainer
+  divided by that under the older weights that sampled it, at most `tis_cap`. AReaL's decoupled
+  objective has these weights, too, without an upper bound.
 - There is no KL term.
 """
 
+import math
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from rlkit import runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Failures, collate, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.losses import (
-    clipped_policy_loss,
-    importance_weights,
-    mismatch_stats,
-    ratio_stats,
-    token_mean,
-)
+from rlkit.losses import importance_weights, mismatch_stats, reinforce_loss, token_mean
 from rlkit.rewards import score_as_written
 from rlkit.rollout import Sampling, measure_mismatch
-from rlkit.rollout.serve import serving
 
 
 @dataclass
@@ -55,14 +50,10 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 1e-3  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 1e-3  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     max_staleness: runs.NonNegativeInt = 1
     """Maximum number of updates between the weights that sampled a token and those that train on
     it. 0: sample and train in turn."""
-    clip_low: runs.NonNegativeFloat = 0.2
-    """Lower bound of the ratio is 1 - clip_low."""
-    clip_high: runs.NonNegativeFloat = 0.28
-    """Upper bound of the ratio is 1 + clip_high."""
     rollout: str = "vllm_server"
     max_mismatch: float = 1.0
 
@@ -71,54 +62,16 @@ def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
     tokens of all ranks."""
     old = out.logprobs.detach()
-    clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
+    loss = reinforce_loss(out.logprobs, old, mb.advantages, mb.mask)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     staleness = mb.staleness[:, None].expand(mb.mask.shape)
     metrics = {
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
         "staleness": token_mean(staleness, mb.mask, mb.total_tokens),
         "staleness/max": mb.staleness.max() if len(mb) else mb.staleness.sum(),
-        **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
-
-
-def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: ExitStack):
-    """The sampling back end on the servers of the options, or on one vLLM server that ends with
-    this run."""
-    if engine.model_parallel_group is not None:
-        raise ValueError(
-            "parallel: expected ranks with rows of their own, got ranks that share rows and would "
-            "be sent different answers; use grpo_vlm.py"
-        )
-    urls, gpus = list(cfg.servers), torch.cuda.device_count()
-    shares_gpu = not cfg.servers and 0 < gpus <= dist.get_world_size()
-    options = {"transfer": "gloo"} if shares_gpu else {}  # NCCL needs a GPU per process
-    if not cfg.servers and run.is_main_process:
-        run.print(f"starting a vLLM server, its log is in {run.out}")
-        flags = [] if gpus else ["--kv-cache-memory-bytes", str(256 << 20)]
-        if shares_gpu:
-            flags = ["--gpu-memory-utilization", str(runs.OWN_SERVER_SHARE)]
-            flags += ["--weight-transfer-config", '{"backend": "rlkit_gloo"}']
-        flags += runs.adapter_flags(cfg) + runs.processor_flags(cfg)
-        flags += runs.length_flags(cfg, engine.config)
-        if cfg.trust_remote_code:
-            flags += ["--trust-remote-code"]
-        if cfg.router_replay:
-            flags += ["--enable-return-routed-experts"]
-        urls = list(stack.enter_context(serving(path, logs=run.out, options=flags)))
-    broadcast = [urls]
-    dist.broadcast_object_list(broadcast, 0)
-    cfg = replace(cfg, servers=tuple(broadcast[0]))
-    rollout = runs.build_rollout(cfg, path, processor, engine, **options)
-    if not hasattr(rollout, "submit"):
-        raise ValueError(
-            f"rollout: expected servers, which sample during training, got {cfg.rollout}"
-        )
-    stack.callback(rollout.close)
-    return rollout
 
 
 def check_arrival(cfg: Config, run, sampler, engine, prompts):
@@ -147,6 +100,11 @@ def updates_since_sampling(samples, version: int):
     return torch.tensor([float(version - sample.version) for sample in samples])
 
 
+def stop_if_apart(cfg: Config, run, mismatch: float) -> None:
+    if math.isnan(mismatch) or mismatch > cfg.max_mismatch:
+        run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
+
+
 def cancel(requested) -> None:
     """Have the servers stop work on batches that will not be trained on."""
     for _, future in requested:
@@ -154,11 +112,6 @@ def cancel(requested) -> None:
 
 
 def main(cfg: Config) -> None:
-    with ExitStack() as stack:  # a server that was started here ends with the run
-        run_on_servers(cfg, stack)
-
-
-def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
     runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
     task = runs.load_named_task(cfg, cfg.task)
@@ -166,57 +119,58 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     run = runs.start_run(cfg, task.name, task.train, task.heldout, starts_servers=True)
     path, processor = runs.find_model(cfg, run, task.train)
     engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-    rollout = build_server_rollout(cfg, run, path, processor, engine, stack)
-    start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    with ExitStack() as stack:  # a server that is started here ends with the run
+        rollout = runs.build_server_rollout(cfg, run, path, processor, engine, stack)
+        start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
-    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, sends_weights=False)
-    heldout = sampler.encode(enumerate(task.heldout))
-    evaluate = partial(runs.evaluate_heldout, sampler, heldout)
-    check_weights = partial(check_arrival, cfg, run, sampler, engine, heldout.samples[:4])
-    sampler.send_weights(rollout)
-    check_weights()
-    runs.evaluate_at_start(cfg, run, start, evaluate, engine)
-
-    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
-    prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
-    failures, threads = Failures("reward"), cfg.reward_threads
-    submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
-    request_step = partial(request, cfg, prompts_of_steps, submit)
-    ahead = cfg.max_staleness + 1  # so many steps are requested at a time
-    requested = deque(map(request_step, range(start, cfg.steps)[:ahead]))
-    stack.callback(cancel, requested)
-    loss_fn = partial(policy_loss, cfg=cfg)
-    for step in run.steps(start, cfg.steps):
-        run.phase("generate")  # what is waited for
-        prompts, future = requested.popleft()
-        answers = scored_answers(sampler, prompts, future, failures)
-        sampler.stop_if_rewards_failed(answers)
-
-        run.phase("train")
-        batch = collate(answers.scored)
-        batch.add(staleness=updates_since_sampling(answers.scored, rollout.version))  # [B]
-        batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
-        metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if not (mismatch := metrics["mismatch/abs_dlogp"]) <= cfg.max_mismatch:  # also nan
-            run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
-        run.phase("weight_sync")
+        sampler = runs.PolicySampler(
+            cfg, run, task, processor, engine, rollout, sends_weights=False
+        )
+        heldout = sampler.encode(enumerate(task.heldout))
+        evaluate = partial(runs.evaluate_heldout, sampler, heldout)
+        check_weights = partial(check_arrival, cfg, run, sampler, engine, heldout.samples[:4])
         sampler.send_weights(rollout)
-        if step + ahead < cfg.steps:
-            requested.append(request_step(step + ahead))
+        check_weights()
+        runs.evaluate_at_start(cfg, run, start, evaluate, engine)
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
-        sampler.report(answers, metrics)
-        run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
-        runs.save(cfg, run, step, checkpoints=engine)
-        runs.evaluate_when_due(cfg, run, evaluate, engine)
-        if runs.out_of_patience(cfg, run):
-            break
-        if step == start or (step + 1) % cfg.save_every == 0:  # it waits until servers are free
-            check_weights()
+        rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
+        prompts_of_steps = runs.prefetch(map(sampler.encode, rows), run)
+        failures, threads = Failures("reward"), cfg.reward_threads
+        submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
+        request_step = partial(request, cfg, prompts_of_steps, submit)
+        ahead = cfg.max_staleness + 1  # steps whose answers are requested
+        requested = deque(map(request_step, range(start, cfg.steps)[:ahead]))
+        stack.callback(cancel, requested)
+        loss_fn = partial(policy_loss, cfg=cfg)
+        for step in run.steps(start, cfg.steps):
+            run.phase("generate")  # the wait for answers
+            answers = scored_answers(sampler, *requested.popleft(), failures)
+            sampler.stop_if_rewards_failed(answers)
 
-    cancel(requested)
-    runs.finish(cfg, run, evaluate("after"), model=engine)
+            run.phase("train")
+            batch = collate(answers.scored)
+            batch.add(staleness=updates_since_sampling(answers.scored, rollout.version))  # [B]
+            batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
+            batch = rebalance_across_ranks(batch, engine.data_parallel_group)
+            metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+            stop_if_apart(cfg, run, metrics["mismatch/abs_dlogp"])
+            run.phase("weight_sync")
+            sampler.send_weights(rollout)
+            if step + ahead < cfg.steps:
+                requested.append(request_step(step + ahead))
+
+            metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
+            sampler.report(answers, metrics)
+            run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
+            runs.save(cfg, run, step, checkpoints=engine)
+            runs.evaluate_when_due(cfg, run, evaluate, engine)
+            if runs.out_of_patience(cfg, run):
+                break
+            if step == start or (step + 1) % cfg.save_every == 0:  # waits until servers are free
+                check_weights()
+
+        cancel(requested)
+        runs.finish(cfg, run, evaluate("after"), model=engine)
 
 
 if __name__ == "__main__":

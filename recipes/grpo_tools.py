@@ -46,7 +46,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 12
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     warmup_steps: runs.NonNegativeInt = 5
     task: str = "rlkit.rollout.image_tools:zoomed_digits"
     tool: str = "rlkit.rollout.image_tools:zoom"
@@ -54,8 +54,8 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
     mini_batches: runs.PositiveInt = 1
-    """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
-    per batch, the ratio is clipped."""
+    """Mini-batches per batch, split by prompt. Each is one optimizer step. Clipping only has
+    an effect with more than one step per batch."""
     max_turns: runs.PositiveInt = 2
     """Maximum number of turns of the policy per episode."""
     max_response_tokens: runs.NonNegativeInt = 0
@@ -109,7 +109,7 @@ def episodes(cfg: Config, rollout, tool, processor, engine):
         role=cfg.role,
         on_failure=(lambda error: Observation(str(error))) if cfg.show_failures else None,
         global_sum=engine.global_sum,
-        failures=Failures("tool"),  # a traceback for each distinct one of the run, then counts
+        failures=Failures("tool"),  # prints the traceback of each distinct failure once
     )
 
 
@@ -119,7 +119,7 @@ def episode(sample) -> list:
 
 
 def turns_and_aborted(answers, engine):
-    """Turns of the policy in an episode, and episodes that their tool ended; over all ranks."""
+    """Mean turns of the policy per episode, and number of episodes that their tool ended."""
     messages = [message for sample in answers.scored for message in episode(sample)]
     counts = {
         "turns": sum(message["role"] == "assistant" for message in messages),
@@ -183,7 +183,7 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = collate(answers.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)  # for the inference below
         with runs.keep_on_device(engine):
             if reference:
                 batch.add(ref_logprobs=reference(batch))
@@ -206,8 +206,7 @@ def main(cfg: Config) -> None:
         if runs.out_of_patience(cfg, run):
             break
 
-    answers = evaluate("after")
-    shown = [replace(sample, text=transcript(sample)) for sample in answers]
+    shown = [replace(sample, text=transcript(sample)) for sample in evaluate("after")]
     runs.finish(cfg, run, shown, model=engine)
 
 

@@ -6,14 +6,13 @@
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
 - The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476). The paper takes the
-  mean per answer and then the mean over answers, so a token of a long answer has less weight. That
-  is `return sequence_mean(loss, mb.mask, mb.total_sequences), metrics` in `policy_loss`.
+  mean per answer and then the mean over answers, so a token of a long answer has less weight. For
+  the paper's mean, let `policy_loss` end with
+  `return sequence_mean(loss, mb.mask, mb.total_sequences), metrics`.
 - clip_high is larger than clip_low (DAPO again). Clipping only matters with several optimizer steps
   per batch (ppo_epochs, mini_batches). In the first of them, the ratio is 1.
 - The weight of the KL term is 0.001; the paper's is 0.04.
-- `--loss gspo` (arXiv 2507.18071) clips the ratio of a whole answer and averages per answer.
-  `--loss cispo` (arXiv 2506.13585) clips the importance weight of a token, and no token loses its
-  gradient. Each loss has its own clip range, see `CLIP_RANGES`.
+- Importance weights correct for the mismatch of sampler and trainer (`tis_cap`).
 - An answer is left out of its group if its reward function fails or returns None. It does not
   count as wrong.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
@@ -21,32 +20,20 @@ How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, s
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
-from rlkit import losses, runs
+from rlkit import runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import collate, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
+    clipped_policy_loss,
     importance_weights,
     kl_k3,
     mismatch_stats,
     ratio_stats,
-    sequence_mean,
-    sequence_ratio_stats,
     token_mean,
 )
 from rlkit.rollout import Sampling
-
-LOSSES = {
-    "clipped": losses.clipped_policy_loss,
-    "gspo": losses.gspo_loss,
-    "cispo": losses.cispo_loss,
-}
-CLIP_RANGES = {  # clip_low and clip_high of losses for which 0.2 and 0.28 are not usual
-    "gspo": (3e-4, 4e-4),  # section 5.1 of its paper; this ratio is far closer to 1 than a token's
-    "cispo": (1.0, 4.0),  # no lower bound, and weights of at most 5, as in TRL
-}
 
 
 @dataclass
@@ -58,30 +45,18 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     ppo_epochs: runs.PositiveInt = 1
     """Passes over each batch."""
     mini_batches: runs.PositiveInt = 1
-    """Mini-batches per batch, split by prompt. Each is one optimizer step. With more than one step
-    per batch, the ratio is clipped."""
-    loss: Literal["clipped", "gspo", "cispo"] = "clipped"
-    """clipped: the PPO clip of each token's ratio. gspo: clips the ratio of the whole answer.
-    cispo: clips each token's importance weight."""
-    clip_low: runs.NonNegativeFloat | None = None
-    """Lower bound of the ratio is 1 - clip_low. Default: 0.2, gspo 3e-4, cispo 1."""
-    clip_high: runs.NonNegativeFloat | None = None
-    """Upper bound of the ratio is 1 + clip_high. Default: 0.28, gspo 4e-4, cispo 4."""
+    """Mini-batches per batch, split by prompt. Each is one optimizer step. Clipping only has
+    an effect with more than one step per batch."""
+    clip_low: runs.NonNegativeFloat = 0.2
+    """Lower bound of the ratio is 1 - clip_low."""
+    clip_high: runs.NonNegativeFloat = 0.28
+    """Upper bound of the ratio is 1 + clip_high."""
     kl_coef: runs.NonNegativeFloat = 0.001
     """Weight of the KL to the initial model in the loss. 0: there is no reference model."""
-
-
-def clip_range(cfg: Config) -> dict[str, float]:
-    """The clip range of the options; by default that of the loss."""
-    low, high = CLIP_RANGES.get(cfg.loss, (0.2, 0.28))
-    return {
-        "clip_low": low if cfg.clip_low is None else cfg.clip_low,
-        "clip_high": high if cfg.clip_high is None else cfg.clip_high,
-    }
 
 
 def policy_loss(out, mb, cfg: Config):
@@ -89,22 +64,18 @@ def policy_loss(out, mb, cfg: Config):
     tokens of the whole batch, over all ranks."""
     # with one optimizer step per batch, main adds no old_logprobs: the ratio is 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
-    clip = clip_range(cfg)
-    loss = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, **clip)
+    clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+    loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
+        **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
     if cfg.kl_coef:
         kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
         loss = loss + cfg.kl_coef * kl
         metrics["kl"] = token_mean(kl, mb.mask, mb.total_tokens)
-    given = out.logprobs, old, mb.advantages, mb.mask
-    if cfg.loss == "gspo":
-        metrics |= sequence_ratio_stats(*given, **clip, total=mb.total_sequences)
-        return sequence_mean(loss, mb.mask, mb.total_sequences), metrics
-    metrics |= ratio_stats(*given, **clip, total=mb.total_tokens)
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
@@ -138,6 +109,7 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = collate(answers.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
+        # for the inference below; mini-batches are rebalanced again
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         with runs.keep_on_device(engine):
             if reference:

@@ -11,8 +11,8 @@
 
 How it differs from the papers:
 - The loss is the mean over all tokens of the batch. The papers of RLOO, ReMax and OPO sum over the
-  tokens of an answer and average over answers. That is
-  `return sequence_sum_mean(loss, mb.mask, mb.total_sequences), metrics` in `policy_loss`.
+  tokens of an answer and average over answers. For that, let `policy_loss` end with
+  `return sequence_sum_mean(loss, mb.mask, mb.total_sequences), metrics`.
 - Each batch is used for one step, so the ratio is 1 and the clip of REINFORCE++ has no effect.
 - `kl_coef` subtracts the KL to the initial model from the reward: per token for REINFORCE++,
   summed over the answer for the others (OPO's paper has none). The greedy answer that is ReMax's
@@ -60,7 +60,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     advantage: Literal[
         "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
     ] = "rloo"
@@ -69,19 +69,20 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
 
-def advantages(rewards, batch, cfg: Config, global_sum):
+def compute_advantages(rewards, batch, cfg: Config, global_sum):
     """[B] or [B, T], from rewards [B, T] of each token."""
-    if cfg.advantage == "rloo":
-        return rloo_advantages(rewards.sum(1), batch.group_ids)
-    if cfg.advantage == "remax":
-        return remax_advantages(rewards.sum(1), batch.greedy_rewards)
     if cfg.advantage == "reinforce_plus_plus":
         return reinforce_plus_plus_advantages(rewards, batch.mask, global_sum=global_sum)
+    answer_rewards, groups = rewards.sum(1), batch.group_ids  # [B], KL included
+    if cfg.advantage == "rloo":
+        return rloo_advantages(answer_rewards, groups)
+    if cfg.advantage == "remax":
+        return remax_advantages(answer_rewards, batch.greedy_rewards)
     if cfg.advantage == "reinforce_plus_plus_baseline":
         return reinforce_plus_plus_baseline_advantages(
-            rewards.sum(1), batch.group_ids, global_sum=global_sum
+            answer_rewards, groups, global_sum=global_sum
         )
-    return opo_advantages(rewards.sum(1), batch.group_ids, batch.mask.sum(1))
+    return opo_advantages(answer_rewards, groups, batch.mask.sum(1))
 
 
 def policy_loss(out, mb, cfg: Config):
@@ -150,7 +151,7 @@ def main(cfg: Config) -> None:
                 logprobs = engine.infer_batch(batch)["logprobs"]
                 kl = kl_k1(logprobs, batch.ref_logprobs, batch.mask)
                 rewards = kl_in_reward(rewards, kl, batch.mask, cfg.kl_coef)
-            batch.add(advantages=advantages(rewards, batch, cfg, engine.global_sum))
+            batch.add(advantages=compute_advantages(rewards, batch, cfg, engine.global_sum))
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 

@@ -68,15 +68,14 @@ from rlkit.runs.options import (
 )
 from rlkit.runs.prefetching import prefetch
 from rlkit.runs.sampling import PolicySampler, context_length
+from rlkit.runs.servers import build_server_rollout
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import mean_metrics, totals
 from rlkit.runs.updates import group_ids_of_all_ranks, keep_on_device, mini_batches
-from rlkit.runs.vllm_options import OWN_SERVER_SHARE, adapter_flags, length_flags, processor_flags
 
 __all__ = [
-    "OWN_SERVER_SHARE",
     "Above",
     "AdapterOptions",
     "Answers",
@@ -101,13 +100,13 @@ __all__ = [
     "TaskOptions",
     "TrainingOptions",
     "UnitInterval",
-    "adapter_flags",
     "answer_encoder",
     "append_answers",
     "build_engine",
     "build_reference",
     "build_rollout",
     "build_scorer",
+    "build_server_rollout",
     "build_teacher",
     "build_value_engine",
     "chat_encoder",
@@ -123,7 +122,6 @@ __all__ = [
     "global_loss",
     "group_ids_of_all_ranks",
     "keep_on_device",
-    "length_flags",
     "load_named_task",
     "mean_and_error",
     "means_of_rows",
@@ -134,7 +132,6 @@ __all__ = [
     "out_of_patience",
     "parse_options",
     "pass_at_k",
-    "processor_flags",
     "record_evaluation",
     "resume",
     "resume_answers",

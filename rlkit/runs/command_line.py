@@ -22,8 +22,14 @@ from rlkit.runs.options import RUN_ONLY_OPTIONS
 Config = TypeVar("Config")
 NOT_OPTIONS = {"versions", "contents"}  # what else is in the config.json of a run
 RENAMED = {"updates_per_batch": "ppo_epochs", "prompts_per_draw": "gen_batch_size"}
-MOVED = dict.fromkeys(("critic_lam", "length_adaptive_alpha", "lm_coef"), "recipes/vapo.py") | dict.fromkeys(
-    ("normalise_rewards", "reward_clip"), "rlkit.advantages.scaled_rewards, for a copy of the recipe"
+MOVED = {
+    **dict.fromkeys(("critic_lam", "length_adaptive_alpha", "lm_coef"), "recipes/vapo.py"),
+    **dict.fromkeys(("normalise_rewards", "reward_clip"), "rlkit.advantages.scaled_rewards, for a copy of the recipe"),
+    "loss": "recipes/gspo.py and recipes/cispo.py",
+}
+NOT_OF_ALL_RECIPES = {name: f"moved to {place}" for name, place in MOVED.items()} | dict.fromkeys(
+    ("clip_low", "clip_high"),
+    "bounds a ratio, as in recipes/grpo_vlm.py; recipes/grpo_async.py bounds its importance weights, by --tis_cap",
 )
 MODEL_DEPENDENT_OPTIONS = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `model_defaults`
 
@@ -160,9 +166,9 @@ def _check_renamed(names: Collection[str], config: type[Any]) -> None:
     for old, new in RENAMED.items():
         if old in names and old not in known and new in known:
             raise ValueError(f"{old}: expected --{new}, the new name of this option, got --{old}")
-    for old, place in MOVED.items():
-        if old in names and old not in known:
-            raise ValueError(f"{old}: expected an option of this recipe, got one that moved to {place}")
+    for name, where in NOT_OF_ALL_RECIPES.items():
+        if name in names and name not in known:
+            raise ValueError(f"{name}: expected an option of this recipe, got one that {where}")
 
 
 def _as_arguments(name: str, x: Any) -> list[str]:

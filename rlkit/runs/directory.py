@@ -101,6 +101,7 @@ def _changed_options(
         return []
     before, now = json.loads((out / CONFIG).read_text()), json.loads(json.dumps(options, default=str))
     before = {name if name in now else RENAMED.get(name, name): x for name, x in before.items()}
+    _check_no_option_moved(out, before, now)
     changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
     refused = [name for name in changed if name not in may_differ]
     if refused:
@@ -109,7 +110,6 @@ def _changed_options(
             f"resume: expected the options of the run in {out}, but {described}; to continue with them, add "
             f"--allow_changes {' '.join(refused)}"
         )
-    _check_no_option_moved(out, before, now)
     _check_same_factors(out, before, now)
     changed |= _changed_contents(out, before.get(CONTENTS, {}), contents, options["allow_changes"])
     return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in NOT_REPORTED]
@@ -117,9 +117,9 @@ def _changed_options(
 
 def _check_no_option_moved(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise a ValueError if a run used an option that its recipe no longer has: it would continue without it."""
-    without_effect = (None, 0, before.get("lam"))  # the critic's lambda was an option of its own
+    unused = {"critic_lam": before.get("lam"), "loss": "clipped"}  # as the recipe without this option; others: 0
     for name, place in MOVED.items():
-        if name not in now and (value := before.get(name)) not in without_effect:
+        if name not in now and (value := before.get(name)) is not None and value != unused.get(name, 0):
             raise ValueError(
                 f"resume: expected a run in {out} whose options this recipe has, but {name} was {value!r}, and moved "
                 f"to {place}"

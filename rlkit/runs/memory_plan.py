@@ -24,7 +24,7 @@ from rlkit.runs.command_line import changed_arguments
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.options import RUN_ONLY_OPTIONS
 from rlkit.runs.rollouts import is_replay
-from rlkit.runs.vllm_options import OWN_SERVER_SHARE
+from rlkit.runs.vllm_options import OWN_SERVER_SHARE, own_server_shares_gpu
 from rlkit.tracking.files import replace_file, versions
 from rlkit.vlm.tiny import is_tiny
 
@@ -118,7 +118,7 @@ def _arguments(cfg: Any, rows: Sequence[Row]) -> list[str]:
     gpu, machine = torch.cuda.get_device_properties(torch.cuda.current_device()), os.environ.get("LOCAL_WORLD_SIZE")
     world = dist.get_world_size() if dist.is_initialized() else 1
     arguments = [str(_recipe(cfg)), "--nproc", str(world), "--gpus_per_node", machine or str(world)]
-    share = OWN_SERVER_SHARE if _starts_server_here(cfg, world) else 0.0
+    share = OWN_SERVER_SHARE if own_server_shares_gpu(cfg, world) else 0.0
     arguments += ["--gpu", gpu.name, "--gpu_memory", str((1 - share) * gpu.total_memory / 2**30)]
     if hasattr(os, "sysconf"):  # not on Windows
         arguments += ["--host_memory", str(host_memory() / 2**30)]
@@ -157,11 +157,6 @@ def _plan(cfg: Any, arguments: list[str], out: Path, seconds: float) -> dict[str
     except OSError as error:
         raise _NotPlannedError(str(error)) from error
     return plan
-
-
-def _starts_server_here(cfg: Any, world: int) -> bool:
-    """Whether recipes/grpo_async.py starts a vLLM server of its own on a GPU that also trains."""
-    return getattr(cfg, "rollout", "") == "vllm_server" and not cfg.servers and torch.cuda.device_count() <= world
 
 
 def _made_of(recipe: Path, model: str) -> dict[str, Any]:

@@ -17,6 +17,16 @@ OWN_SERVER_SHARE = 0.4  # of a GPU's memory, for a server that a run starts on a
 RESERVED = 0.07  # share of a GPU's memory for CUDA, NCCL and fragmentation, as in rlkit.plan
 
 
+def own_server_shares_gpu(cfg: Any, ranks: int) -> bool:
+    """Whether a run that starts its own vLLM server (recipes/grpo_async.py) has it on a GPU which also trains.
+
+    Args:
+        ranks: number of training ranks, each on a GPU of its own.
+    """
+    starts_server = getattr(cfg, "rollout", "") == "vllm_server" and not cfg.servers
+    return starts_server and 0 < torch.cuda.device_count() <= ranks
+
+
 def vllm_options(cfg: Any, engines: Sequence[Any]) -> dict[str, Any]:
     """`max_model_len` if the options limit prompts and answers, room for an adapter if adapters alone are sent, and
     `gpu_memory_utilization` on a GPU.

@@ -137,7 +137,7 @@ def test_bad_input_is_one_clear_message(whole, tmp_path):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 7)
     with pytest.raises(SystemExit, match="dapo: overlong_buffer: expected 0 to 4, got 8"):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--max_new_tokens", 4, "--overlong_buffer", 8)
-    with pytest.raises(SystemExit, match="dapo: epochs: expected 0, as prompts per step vary, .*; use --steps"):
+    with pytest.raises(SystemExit, match="dapo: epochs: expected --steps, as steps vary in size, got "):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--epochs", 1)
     with pytest.raises(SystemExit, match="dapo: out .*holds a run already; continue it with --resume"):
         run_here("dapo", "--out", whole, *SMALL)

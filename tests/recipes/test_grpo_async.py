@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from rlkit import runs
+from rlkit.data import Batch
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine
 from rlkit.rollout import Observation
@@ -95,7 +97,8 @@ def look_twice(sample):
 
 
 WITH_A_SERVER = {
-    "grpo_vlm": [], "ppo": ["--mini_batches", 1], "reinforce": ["--advantage", "remax"], "distill": ["--teacher"],
+    "grpo_vlm": [], "gspo": ["--mini_batches", 1], "cispo": ["--mini_batches", 2], "ppo": ["--mini_batches", 1],
+    "reinforce": ["--advantage", "remax"], "distill": ["--teacher"],
     "vapo": ["--mini_batches", 1, "--critic_warmup", 0],
     "dapo": ["--mini_batches", 1, "--gen_batch_size", 8, "--max_num_gen_batches", 1, "--overlong_buffer", 0],
     "grpo_tools": ["--tool", "test_grpo_async:look_twice"],
@@ -149,6 +152,11 @@ def test_a_mismatch_of_nan_stops_the_run(warm_dir, server, tmp_path, monkeypatch
         run_here("grpo_async", *options, "--task", "helpers:seen_shortly")
 
 
+def test_there_is_no_clip_to_set():
+    with pytest.raises(ValueError, match="clip_high: .* got one that bounds a ratio, .*, by --tis_cap$"):
+        runs.parse_options(helpers.load("grpo_async").Config, "", ["--clip_high", "0.3"])
+
+
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):  # noqa: F811
     options = ["--model", warm_dir, "--out", tmp_path / "a", "--servers", "http://127.0.0.1:9", "--rollout", "tgi"]
     with pytest.raises(SystemExit, match="grpo_async: rollout: expected one of hf, .*, got 'tgi'"):
@@ -161,7 +169,7 @@ def test_help_names_every_option(capsys):
 
 def test_options_of_the_back_end_count_for_a_server_that_the_recipe_starts(tmp_path, monkeypatch):
     """And those that the recipe itself gives, unless an option overrides them."""
-    recipe, made = helpers.load("grpo_async"), {}
+    made = {}
 
     def make(*args, **options):
         made.update(options)
@@ -170,14 +178,37 @@ def test_options_of_the_back_end_count_for_a_server_that_the_recipe_starts(tmp_p
     init_distributed()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("rlkit.runs.models.make_rollout", make)
-    monkeypatch.setattr(recipe, "serving", lambda *args, **options: nullcontext({"http://localhost:1": None}))
-    cfg = recipe.Config(rollout_options={"max_sequences": "32", "timeout": "5"})
+    monkeypatch.setattr(
+        "rlkit.rollout.serve.serving", lambda *args, **options: nullcontext({"http://localhost:1": None})
+    )
+    cfg = helpers.load("grpo_async").Config(rollout_options={"max_sequences": "32", "timeout": "5"})
     run = SimpleNamespace(is_main_process=True, out=tmp_path, print=lambda text: None)
     engine = SimpleNamespace(model_parallel_group=None, gathered=None, config=LlamaConfig())
     with ExitStack() as stack:
-        recipe.build_server_rollout(cfg, run, "model", None, engine, stack)
+        runs.build_server_rollout(cfg, run, "model", None, engine, stack)
     assert made["urls"] == ("http://localhost:1",) and made["transfer"] == "gloo"
     assert (made["max_sequences"], made["timeout"]) == (32, 5)
+
+
+def test_the_gradient_is_that_of_ppo_at_a_ratio_of_one_with_truncated_weights():
+    mask = torch.tensor([[False, True, True, True], [True, True, False, False], [False, False, True, False]])
+    logprobs = torch.tensor([[-1.0, -2.0, -0.5, -1.5], [-0.1, -3.0, -1.0, -1.0], [-2.0, -2.0, -0.7, -2.0]])
+    rollout_logprobs = logprobs + torch.tensor([[0.0, 0.3, -0.9, 0.0], [-0.2, 0.5, 0.0, 0.0], [0.0, 0.0, -0.1, 0.0]])
+    advantages = torch.tensor([1.0, -0.5, 2.0])
+    columns = {"advantages": advantages, "rollout_logprobs": rollout_logprobs, "staleness": torch.ones(3)}
+    mb = Batch(torch.zeros(3, 4, dtype=torch.long), mask, [4] * 3, **columns)
+    mb.total_tokens = 6
+    recipe = helpers.load("grpo_async")
+    out = SimpleNamespace(logprobs=logprobs.clone().requires_grad_(), entropy=torch.zeros(3, 4))
+    recipe.policy_loss(out, mb, recipe.Config(tis_cap=2.0))[0].backward()
+
+    new = logprobs.clone().requires_grad_()
+    ratio = (new - logprobs).exp()  # 1, so that no bound is reached
+    surrogate = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.28) * advantages[:, None])
+    weights = (logprobs - rollout_logprobs).exp().clamp(max=2.0)
+    (-(surrogate * weights)[mask].sum() / 6).backward()
+    torch.testing.assert_close(out.logprobs.grad, new.grad)
+    assert (out.logprobs.grad[mask] != 0).all() and weights[0, 2] == 2.0
 
 
 def test_ranks_that_share_rows_are_refused(warm_dir, tmp_path, monkeypatch):  # noqa: F811

@@ -146,39 +146,6 @@ def test_options_of_the_real_thing(warm_dir, tmp_path, capsys):
     assert "peft" not in AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model").__class__.__module__
 
 
-def by_length():
-    """A reward that answers earn half of the time."""
-    task = helpers.digits()
-    return replace(task, heldout=task.heldout[:8], reward=lambda text, row: float(len(text) > 1))
-
-
-def test_other_papers_losses(warm_dir, tmp_path):
-    """On a batch that is used once only GSPO differs, by its mean over answers; on one that is used twice all do."""
-
-    def gradient(loss, updates):
-        out = tmp_path / f"{loss}{updates}"
-        arguments = [*SMALL, "--steps", 1, "--temperature", 2, "--kl_coef", 0, "--lr", 5e-3, "--warmup_steps", 1]
-        arguments += ["--loss", loss, "--ppo_epochs", updates, "--clip_low", 0.05, "--clip_high", 0.05]
-        run_here("grpo_vlm", "--model", warm_dir, "--out", out, *arguments, "--task", "test_grpo_vlm:by_length")
-        return numbers(out)[0]["grad_norm"]
-
-    clipped, gspo, cispo = (gradient(loss, 1) for loss in ("clipped", "gspo", "cispo"))
-    assert cispo == pytest.approx(clipped, rel=1e-4) and abs(gspo - clipped) > 0.01 * clipped
-    clipped, gspo, cispo = (gradient(loss, 2) for loss in ("clipped", "gspo", "cispo"))
-    assert min(abs(clipped - gspo), abs(clipped - cispo), abs(gspo - cispo)) > 0.01 * clipped
-    known = helpers.load("grpo_vlm").LOSSES
-    assert [known[name].__name__ for name in known] == ["clipped_policy_loss", "gspo_loss", "cispo_loss"]
-
-
-def test_each_loss_has_its_own_clip_range():
-    recipe = helpers.load("grpo_vlm")
-    ranges = {"clipped": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-    for loss, (low, high) in ranges.items():
-        assert recipe.clip_range(recipe.Config(loss=loss)) == {"clip_low": low, "clip_high": high}
-        given = recipe.Config(loss=loss, clip_low=0.0, clip_high=0.3)
-        assert recipe.clip_range(given) == {"clip_low": 0.0, "clip_high": 0.3}
-
-
 def test_bad_rows_are_skipped_and_counted(warm_dir, tmp_path, capsys):
     rng = np.random.default_rng(0)
     lines = []

@@ -79,7 +79,7 @@ def test_each_name_is_its_formula():
     choices = get_args(get_type_hints(recipe.Config)["advantage"])
     assert sorted(choices) == sorted(expected) == sorted(NAMES)
     for name in choices:
-        found = recipe.advantages(rewards, batch, recipe.Config(advantage=name), lambda x: x)
+        found = recipe.compute_advantages(rewards, batch, recipe.Config(advantage=name), lambda x: x)
         torch.testing.assert_close(found, expected[name], msg=name)
 
 

@@ -30,6 +30,8 @@ CASES = {
     "grpo_vlm": ("grpo_vlm", [*PROMPTS, "--steps", 1], ["--save_rollouts"]),
     "ulysses": ("grpo_vlm", [*PROMPTS, "--steps", 1], ["--ulysses_sequence_parallel_size", 2, "--save_rollouts"]),
     "reinforce": ("reinforce", [*PROMPTS, "--steps", 1, "--advantage", "reinforce_plus_plus_baseline"], []),
+    "gspo": ("gspo", [*PROMPTS, "--steps", 1, "--mini_batches", 2], []),
+    "cispo": ("cispo", [*PROMPTS, "--steps", 1, "--mini_batches", 2], []),
     "dapo": ("dapo", [*PROMPTS, "--steps", 1, *DRAWS], []),
     "ppo": ("ppo", [*PROMPTS, "--steps", 1, "--mini_batches", 2], []),
     "vapo": ("vapo", [*PROMPTS, "--steps", 1, "--mini_batches", 2, "--critic_warmup", 0], []),

@@ -88,13 +88,19 @@ def test_an_old_name_is_refused_with_the_new_one(tmp_path):
 
 
 def test_an_option_that_moved_is_refused_with_its_new_place(tmp_path):
-    for option, place in {"lm_coef": "recipes/vapo.py", "reward_clip": "rlkit.advantages.scaled_rewards"}.items():
-        expected = f"{option}: expected an option of this recipe, got one that moved to {place}"
+    places = {
+        "lm_coef": "moved to recipes/vapo.py",
+        "reward_clip": "moved to rlkit.advantages.scaled_rewards",
+        "loss": "moved to recipes/gspo.py and recipes/cispo.py",
+        "clip_high": "bounds a ratio, as in recipes/grpo_vlm.py",
+    }
+    for option, place in places.items():
+        expected = f"{option}: expected an option of this recipe, got one that {place}"
         with pytest.raises(ValueError, match=expected):
-            parse_options(Config, "", [f"--{option}", "0.1"])
+            parse_options(RunOptions, "", [f"--{option}", "0.1"])
         (tmp_path / "old.yaml").write_text(f"{option}: 0.1")
         with pytest.raises(ValueError, match=expected):
-            parse_options(Config, "", ["--config", str(tmp_path / "old.yaml")])
+            parse_options(RunOptions, "", ["--config", str(tmp_path / "old.yaml")])
 
 
 def test_help_is_grouped_by_the_class_that_declares_an_option(capsys, monkeypatch):

@@ -135,18 +135,28 @@ def test_the_new_name_of_an_option_is_compared_with_the_old_one(tmp_path):
         start(cfg)
 
 
-def test_a_run_with_an_option_that_moved_is_refused(cfg):
+@pytest.mark.parametrize(
+    ("before", "moved"),
+    [
+        ({"lm_coef": 0.0, "normalise_rewards": False, "critic_lam": 0.95, "lam": 0.95, "loss": "clipped"}, None),
+        ({"critic_lam": None, "lam": 0.95}, None),  # None was that of the policy
+        ({"lam": 1.0, "normalise_rewards": True}, "normalise_rewards"),
+        ({"lam": 1.0, "reward_clip": 1.0}, "reward_clip"),
+        ({"lam": 0.95, "critic_lam": 0.0}, "critic_lam"),
+        ({"lam": 0.95, "critic_lam": 1.0}, "critic_lam"),
+        ({"lam": 0.1, "lm_coef": 0.1}, "lm_coef"),
+        ({"loss": "gspo", "clip_low": None}, "loss"),
+    ],
+)
+def test_a_run_with_an_option_that_moved_is_refused(cfg, before, moved):
     """Without it the run would continue as another algorithm."""
-    start(cfg)
     path = Path(cfg.out) / "config.json"
-    known = json.loads(path.read_text())
-    unused = {"lm_coef": 0.0, "normalise_rewards": False, "critic_lam": 0.95, "lam": 0.95}
-    path.write_text(json.dumps(known | unused))
-    start(replace(cfg, resume=True))
-    for name, value in {"lm_coef": 0.1, "normalise_rewards": True, "critic_lam": 1.0}.items():
-        path.write_text(json.dumps(known | unused | {name: value}))
-        with pytest.raises(ValueError, match=f"resume: expected a run .* but {name} was {value!r}, and moved to"):
-            start(replace(cfg, resume=True))
+    path.write_text(json.dumps(json.loads(path.read_text()) | before))
+    if moved is None:
+        start(cfg)
+        return
+    with pytest.raises(ValueError, match=f"resume: expected .* but {moved} was {before[moved]!r}, and moved to"):
+        start(cfg)
 
 
 def test_a_run_that_did_not_record_its_data_is_resumed(cfg, tmp_path):

@@ -13,10 +13,17 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from helpers import load
 
-from rlkit.runs import adapter_flags, check_rollout_takes_adapters, length_flags, models, parse_options
+from rlkit.runs import check_rollout_takes_adapters, models, parse_options
 from rlkit.runs.option_types import check_ranges
 from rlkit.runs.options import check_quantize_base, check_sampling, check_sync_adapters
-from rlkit.runs.vllm_options import longest_sequence, optimizer_bytes, share_left, vllm_options
+from rlkit.runs.vllm_options import (
+    adapter_flags,
+    length_flags,
+    longest_sequence,
+    optimizer_bytes,
+    share_left,
+    vllm_options,
+)
 
 GIB = 2**30
 
