@@ -58,7 +58,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     teacher: str = "tiny"
     """Directory or hub id of the teacher. "tiny" builds one like the student and fine-tunes it for
     longer."""
@@ -153,20 +153,24 @@ def ask_engine(teacher, batch, cfg: Config):
 def loss_functions(teacher, cfg: Config):
     """The loss, and the functions of the student's logits that it needs."""
     if cfg.loss == "sampled_token":
-        if cfg.teacher_top_k:
-            raise ValueError(f"teacher_top_k: expected 0 with {cfg.loss}, got {cfg.teacher_top_k}")
         return partial(policy_loss, cfg=cfg), {}
-    if cfg.teacher_servers and not cfg.teacher_top_k:
-        raise ValueError("teacher_top_k: expected at least 1 with --teacher_servers, got 0")
-    if cfg.loss == "jsd" and not 0 < cfg.beta < 1:
-        raise ValueError(f"beta: expected a number above 0 and below 1, got {cfg.beta:g}")
     output_layer = None if cfg.teacher_top_k else teacher.output_layer()
     function = partial(divergence, cfg=cfg, output_layer=output_layer)
     return partial(divergence_loss, cfg=cfg), {"divergence": function}
 
 
-def main(cfg: Config) -> None:
+def check_options(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    if cfg.loss == "sampled_token" and cfg.teacher_top_k:
+        raise ValueError(f"teacher_top_k: expected 0 with {cfg.loss}, got {cfg.teacher_top_k}")
+    if cfg.loss != "sampled_token" and cfg.teacher_servers and not cfg.teacher_top_k:
+        raise ValueError("teacher_top_k: expected at least 1 with --teacher_servers, got 0")
+    if cfg.loss == "jsd" and not 0 < cfg.beta < 1:
+        raise ValueError(f"beta: expected a number above 0 and below 1, got {cfg.beta:g}")
+
+
+def main(cfg: Config) -> None:
+    check_options(cfg)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
@@ -198,7 +202,7 @@ def main(cfg: Config) -> None:
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         counts = runs.totals(engine, tokens=batch.mask.sum())
         if not counts["tokens"]:
-            run.stop("none of its rows can be asked about; see the log")
+            run.stop("no answer of this batch can be scored by the teacher; see the log")
         if not cfg.teacher_servers:
             ask_engine(teacher, batch, cfg)
         with runs.keep_on_device(engine):

@@ -73,7 +73,7 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     loss: str = "dpo"
     """dpo, robust, ipo, hinge, apo_zero, apo_down, exo, nca, sppo, discopop, alpha_divergence,
     forward_kl, js; without a reference model: simpo, alphapo, orpo, slic."""
@@ -218,7 +218,7 @@ def main(cfg: Config) -> None:
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
         counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(pairs.skipped))
         if not counts["tokens"]:
-            run.stop("none of its rows can be trained on; see the log")
+            run.stop("no row of this batch can be trained on; see the log")
 
         run.phase("train")
         with runs.keep_on_device(engine):

@@ -44,7 +44,7 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 64
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     beta: runs.PositiveFloat = 0.1
     """Beta of the loss: larger keeps the policy closer to the reference."""
     desirable_weight: runs.NonNegativeFloat = 1.0
@@ -160,7 +160,7 @@ def main(cfg: Config) -> None:
         good = engine.global_sum(batch.label.sum()).item()
         counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(answers.skipped))
         if not counts["tokens"]:
-            run.stop("none of its rows can be trained on; see the log")
+            run.stop("no row of this batch can be trained on; see the log")
 
         run.phase("train")
         with runs.keep_on_device(engine):

@@ -233,7 +233,7 @@ def test_bad_input_is_one_clear_message(whole, start, tmp_path):
         "dpo: normalise_length: expected a loss of sums, got 'simpo', which": ["--loss", "simpo", "--normalise_length"],
         "dpo: .*rows.jsonl: chosen: expected a column chosen": ["--task", tmp_path / "rows.jsonl"],
         "dpo: out .*holds a run already; continue it with --resume": ["--out", whole],
-        "dpo-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
+        "dpo-.*: step 0: no row of this batch can be trained on": ["--max_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):
             run_here("dpo", "--model", start, "--out", tmp_path / "run", *SMALL, *arguments)

@@ -179,7 +179,7 @@ def test_bad_input_is_one_clear_message(whole, start, tmp_path):
         "kto: .*rows.jsonl: completion: expected a column completion": ["--task", tmp_path / "rows.jsonl"],
         "kto: out .*holds a run already; continue it with --resume": ["--out", whole],
         "kto: prompts_per_step: expected at least 2 without --no_baseline, got 1": ["--prompts_per_step", 1],
-        "kto-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
+        "kto-.*: step 0: no row of this batch can be trained on": ["--max_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):
             out = tmp_path / str(len(list(tmp_path.iterdir())))
