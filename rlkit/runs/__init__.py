@@ -68,6 +68,7 @@ from rlkit.runs.options import (
 )
 from rlkit.runs.prefetching import prefetch
 from rlkit.runs.sampling import PolicySampler, context_length
+from rlkit.runs.seeds import generator
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
@@ -120,6 +121,7 @@ __all__ = [
     "evaluate_when_due",
     "find_model",
     "finish",
+    "generator",
     "global_loss",
     "group_ids_of_all_ranks",
     "keep_on_device",

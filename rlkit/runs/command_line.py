@@ -22,9 +22,11 @@ from rlkit.runs.options import RUN_ONLY_OPTIONS
 Config = TypeVar("Config")
 NOT_OPTIONS = {"versions", "contents"}  # what else is in the config.json of a run
 RENAMED = {"updates_per_batch": "ppo_epochs", "prompts_per_draw": "gen_batch_size"}
-MOVED = dict.fromkeys(("critic_lam", "length_adaptive_alpha", "lm_coef"), "recipes/vapo.py") | dict.fromkeys(
-    ("normalise_rewards", "reward_clip"), "rlkit.advantages.scaled_rewards, for a copy of the recipe"
-)
+MOVED = {
+    **dict.fromkeys(("critic_lam", "length_adaptive_alpha", "lm_coef"), "recipes/vapo.py"),
+    **dict.fromkeys(("pf_ppo_best", "pf_ppo_worst"), "recipes/pf_ppo.py"),
+    **dict.fromkeys(("normalise_rewards", "reward_clip"), "rlkit.advantages.scaled_rewards, for a copy of the recipe"),
+}
 MODEL_DEPENDENT_OPTIONS = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `model_defaults`
 
 
