@@ -27,6 +27,7 @@ MOVED = {
     **dict.fromkeys(("pf_ppo_best", "pf_ppo_worst"), "recipes/pf_ppo.py"),
     **dict.fromkeys(("normalise_rewards", "reward_clip"), "rlkit.advantages.scaled_rewards, for a copy of the recipe"),
 }
+MOVED_LOSSES = dict.fromkeys(("simpo", "alphapo", "orpo", "slic"), "recipes/simpo.py")  # values of --loss of dpo.py
 MODEL_DEPENDENT_OPTIONS = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `model_defaults`
 
 

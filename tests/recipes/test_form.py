@@ -29,7 +29,7 @@ SHARED = {
     "generating": (runs.GenerationOptions, runs.RewardOptions),
     "on policy": (runs.SamplingOptions, runs.PolicyOptions),
 }
-GIVEN_ANSWERS = ["dpo", "kto", "reward_model", "sft"]
+GIVEN_ANSWERS = ["dpo", "kto", "reward_model", "sft", "simpo"]
 ON_POLICY = ["dapo", "distill", "grpo_async", "grpo_tools", "grpo_vlm", "pf_ppo", "ppo", "reinforce", "vapo"]
 
 
