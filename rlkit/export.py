@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="directory of a run, e.g. runs/grpo_vlm-digits-seed0")
     parser.add_argument("--step", type=int, help="finished steps of the checkpoint; default: the newest")
     parser.add_argument("--to", type=Path, help="directory of the model, a new one; default: RUN/model_step_<n>")
-    parser.add_argument("--critic", action="store_true", help="the critic, of a recipe that trains one, instead of the policy")
+    parser.add_argument(
+        "--critic", action="store_true", help="the critic, of a recipe that trains one, instead of the policy"
+    )
     options = parser.parse_args(arguments)
     with one_sentence_errors("export"):
         path = export_checkpoint(options.run, options.step, options.to, critic=options.critic)
