@@ -66,7 +66,7 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     """Beta of the loss: larger keeps the policy closer to the reference. Default: that of the
     loss function."""
     loss_options: dict[str, float] = field(default_factory=dict)
-    """Other arguments of the loss function: --loss_options gamma 0.5 label_smoothing 0.1."""
+    """Other arguments of the loss function: --loss_options label_smoothing 0.1."""
     normalise_length: bool = False
     """Score an answer by the mean log-probability of its tokens instead of the sum."""
     sft_coef: runs.NonNegativeFloat = 0.1
