@@ -97,7 +97,7 @@ RECIPES = {
     "kto": Measured(
         "kto",
         f"{ON_TEXT} --steps 10 --prompts_per_step 6 --max_new_tokens 0",
-        {"heldout_loss": "heldout loss", "marked_accuracy": "marked accuracy"},
+        {"heldout_loss": "heldout loss", "unpaired_accuracy": "unpaired accuracy"},
     ),
     "distill": Measured(
         "distill",

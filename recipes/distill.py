@@ -41,11 +41,15 @@ from rlkit.losses import (
 )
 from rlkit.rollout import Sampling
 
-# over the whole vocabulary, and over the teacher's likeliest tokens
 DIVERGENCES = {
-    "forward_kl": (losses.forward_kl_loss, losses.topk_forward_kl_loss),
-    "reverse_kl": (losses.reverse_kl_loss, losses.topk_reverse_kl_loss),
-    "jsd": (losses.jsd_loss, losses.topk_jsd_loss),
+    "forward_kl": losses.forward_kl_loss,
+    "reverse_kl": losses.reverse_kl_loss,
+    "jsd": losses.jsd_loss,
+}
+TOP_K_DIVERGENCES = {
+    "forward_kl": losses.topk_forward_kl_loss,
+    "reverse_kl": losses.topk_reverse_kl_loss,
+    "jsd": losses.topk_jsd_loss,
 }
 
 
@@ -58,7 +62,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     teacher: str = "tiny"
     """Directory or hub id of the teacher. "tiny" builds one like the student and fine-tunes it for
     longer."""
@@ -106,16 +110,13 @@ def policy_loss(out, mb, cfg: Config):
 
 def divergence(logits, teacher, cfg: Config, output_layer):  # [n, V], {name: [n, ...]} -> [n]
     """Divergence from the teacher in place of each of n tokens; the engine calls this in pieces."""
-    whole, of_top_k = DIVERGENCES[cfg.loss]
-    logits = logits[None]  # [1, n, V]: the losses take sequences
-    mask = logits.new_ones(logits.shape[:2], dtype=bool)
     options = {"temperature": cfg.temperature} | ({"beta": cfg.beta} if cfg.loss == "jsd" else {})
     if cfg.teacher_top_k:
-        top = teacher["top_logprobs"][None], teacher["top_ids"][None]
-        return of_top_k(logits, *top, mask, **options)[0]
-    teacher_logits = output_layer(teacher["hidden"])[None]
-    size = min(logits.shape[2], teacher_logits.shape[2])  # tokens beyond the tokenizer's have -inf
-    return whole(logits[..., :size], teacher_logits[..., :size], mask, **options)[0]
+        top = teacher["top_logprobs"], teacher["top_ids"]
+        return TOP_K_DIVERGENCES[cfg.loss](logits, *top, **options)
+    teacher_logits = output_layer(teacher["hidden"])
+    size = min(logits.shape[1], teacher_logits.shape[1])  # tokens beyond the tokenizer's have -inf
+    return DIVERGENCES[cfg.loss](logits[:, :size], teacher_logits[:, :size], **options)
 
 
 def divergence_loss(out, mb, cfg: Config):
@@ -123,50 +124,46 @@ def divergence_loss(out, mb, cfg: Config):
     # with one optimizer step per batch, main adds no old_logprobs: the policy has not changed
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     loss = token_mean(out.divergence, mb.mask, mb.total_tokens)
-    return loss, {
+    metrics = {
         "divergence": loss,
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
+    return loss, metrics
 
 
-def ask_servers(servers, samples, batch, cfg: Config):
-    """Add what the loss needs to the batch of these samples, from servers with the teacher."""
-    if cfg.loss == "sampled_token":
-        batch.add(teacher_logprobs=servers.infer_batch(samples)["logprobs"])
-    else:
-        logprobs, ids = servers.topk_logprobs(samples, cfg.teacher_top_k)
-        batch.add_packed(top_logprobs=logprobs, top_ids=ids)
-
-
-def ask_engine(teacher, batch, cfg: Config):
-    """Add what the loss needs to the batch, from an engine with the teacher."""
-    if cfg.loss == "sampled_token":
-        batch.add(teacher_logprobs=teacher.infer_batch(batch)["logprobs"])
-    elif cfg.teacher_top_k:
-        logprobs, ids = teacher.topk_logprobs(batch, cfg.teacher_top_k)
-        batch.add_packed(top_logprobs=logprobs, top_ids=ids)
-    else:
-        batch.add_packed(hidden=teacher.hidden_states(batch))
-
-
-def loss_functions(teacher, cfg: Config):
+def select_loss(teacher, cfg: Config):
     """The loss, and the functions of the student's logits that it needs."""
     if cfg.loss == "sampled_token":
-        if cfg.teacher_top_k:
-            raise ValueError(f"teacher_top_k: expected 0 with {cfg.loss}, got {cfg.teacher_top_k}")
         return partial(policy_loss, cfg=cfg), {}
-    if cfg.teacher_servers and not cfg.teacher_top_k:
-        raise ValueError("teacher_top_k: expected at least 1 with --teacher_servers, got 0")
-    if cfg.loss == "jsd" and not 0 < cfg.beta < 1:
-        raise ValueError(f"beta: expected a number above 0 and below 1, got {cfg.beta:g}")
     output_layer = None if cfg.teacher_top_k else teacher.output_layer()
     function = partial(divergence, cfg=cfg, output_layer=output_layer)
     return partial(divergence_loss, cfg=cfg), {"divergence": function}
 
 
-def main(cfg: Config) -> None:
+def add_teacher_logprobs(batch, teacher, scored, cfg: Config):
+    """Add what the loss compares with. Servers score the batch's samples, an engine the batch."""
+    if cfg.loss == "sampled_token":
+        batch.add(teacher_logprobs=teacher.infer_batch(scored)["logprobs"])  # [B, T]
+    elif cfg.teacher_top_k:
+        logprobs, ids = teacher.topk_logprobs(scored, cfg.teacher_top_k)  # [N, K], N tokens
+        batch.add_packed(top_logprobs=logprobs, top_ids=ids)
+    else:  # the output layer makes logits of them for a piece of the batch at a time
+        batch.add_packed(hidden=teacher.hidden_states(scored))
+
+
+def check_options(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+    if cfg.loss == "sampled_token" and cfg.teacher_top_k:
+        raise ValueError(f"teacher_top_k: expected 0 with {cfg.loss}, got {cfg.teacher_top_k}")
+    if cfg.loss != "sampled_token" and cfg.teacher_servers and not cfg.teacher_top_k:
+        raise ValueError("teacher_top_k: expected at least 1 with --teacher_servers, got 0")
+    if cfg.loss == "jsd" and not 0 < cfg.beta < 1:
+        raise ValueError(f"beta: expected a number above 0 and below 1, got {cfg.beta:g}")
+
+
+def main(cfg: Config) -> None:
+    check_options(cfg)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
@@ -174,7 +171,7 @@ def main(cfg: Config) -> None:
     updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps
     engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps * updates_per_batch)
     teacher = runs.build_teacher(cfg, run, task.train, processor, engine)
-    loss_fn, logit_functions = loss_functions(teacher, cfg)
+    loss_fn, logit_functions = select_loss(teacher, cfg)
     rollout = runs.build_rollout(cfg, path, processor, engine)
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
@@ -194,13 +191,13 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = collate(answers.generated)
         if cfg.teacher_servers:
-            ask_servers(teacher, answers.generated, batch, cfg)
+            add_teacher_logprobs(batch, teacher, answers.generated, cfg)
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         counts = runs.totals(engine, tokens=batch.mask.sum())
         if not counts["tokens"]:
-            run.stop("none of its rows can be asked about; see the log")
+            run.stop("no answer of this batch can be scored by the teacher; see the log")
         if not cfg.teacher_servers:
-            ask_engine(teacher, batch, cfg)
+            add_teacher_logprobs(batch, teacher, batch, cfg)
         with runs.keep_on_device(engine):
             if updates_per_batch > 1:
                 batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])

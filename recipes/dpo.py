@@ -11,22 +11,19 @@ another row's answer is the rejected one.
 How it differs from the paper (DPO, https://arxiv.org/abs/2305.18290, section 4):
 - The paper fine-tunes on the chosen answers first (`sft.py` does that). Without this, DPO can
   separate a pair while both answers become less likely. The loss therefore has a small term for
-  the likelihood of the chosen answers (`sft_coef`; the paper's is 0). With `--loss orpo` it is as
-  in the paper of ORPO (https://arxiv.org/abs/2403.07691, eq. 6): this term, plus 0.1 times the
-  odds-ratio term.
-- `--loss` selects another loss function of rlkit.losses; its docstring names its paper. With
-  `--normalise_length`, ipo and dpo are TRL's ipo and sigmoid_norm. KTO is in kto.py. BCO and AOT
-  are left out: they compare an answer with the whole batch, but a loss sees one micro-batch.
+  the likelihood of the chosen answers (`sft_coef`; the paper's is 0).
+- `--loss` selects another loss by TRL's names (`loss_type` and `f_divergence_type`); the docstring
+  of its function in rlkit.losses names its paper. TRL's ipo is `--loss ipo --normalise_length`.
+- Losses without a reference model are in simpo.py, KTO is in kto.py. BCO and AOT are left out: they
+  compare an answer with the whole batch, but a loss sees one micro-batch.
 - The optimizer is AdamW; the paper uses RMSprop.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from rlkit import losses, runs
 from rlkit.data import collate, load_pairs, rows_of_steps
@@ -38,34 +35,22 @@ from rlkit.losses import (
     sequence_mean_logprobs,
 )
 
-
-def orpo_loss(chosen, rejected, chosen_lengths, rejected_lengths, weight: float = 0.1):
-    """ORPO's odds-ratio term, times the lambda of its paper."""
-    return weight * losses.orpo_loss(chosen, rejected, chosen_lengths, rejected_lengths)
-
-
-REFERENCE_LOSSES = {  # loss(chosen, rejected, ref_chosen, ref_rejected)
-    "dpo": losses.dpo_loss,
+LOSSES = {
+    "sigmoid": losses.dpo_loss,
+    "sigmoid_norm": losses.dpo_loss,  # of mean log-probabilities
     "robust": losses.robust_dpo_loss,
     "ipo": losses.ipo_loss,
     "hinge": losses.hinge_dpo_loss,
     "apo_zero": losses.apo_zero_loss,
     "apo_down": losses.apo_down_loss,
-    "exo": losses.exo_loss,
-    "nca": losses.nca_loss,
-    "sppo": losses.sppo_loss,
+    "exo_pair": losses.exo_loss,
+    "nca_pair": losses.nca_loss,
+    "sppo_hard": losses.sppo_loss,
     "discopop": losses.discopop_loss,
     "alpha_divergence": losses.alpha_divergence_dpo_loss,
     "forward_kl": losses.forward_kl_dpo_loss,
-    "js": losses.js_dpo_loss,
+    "js_divergence": losses.js_dpo_loss,
 }
-PER_TOKEN_LOSSES = {  # loss(chosen, rejected, chosen_lengths, rejected_lengths): no reference
-    "simpo": losses.simpo_loss,
-    "alphapo": losses.alphapo_loss,
-    "orpo": orpo_loss,
-}
-OTHER_LOSSES = {"slic": losses.slic_loss}  # loss(chosen, rejected): no reference
-LOSSES = REFERENCE_LOSSES | PER_TOKEN_LOSSES | OTHER_LOSSES
 
 
 @dataclass
@@ -73,96 +58,53 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
-    loss: str = "dpo"
-    """dpo, robust, ipo, hinge, apo_zero, apo_down, exo, nca, sppo, discopop, alpha_divergence,
-    forward_kl, js; without a reference model: simpo, alphapo, orpo, slic."""
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
+    loss: str = "sigmoid"
+    """sigmoid (DPO), sigmoid_norm, robust, ipo, hinge, apo_zero, apo_down, exo_pair, nca_pair,
+    sppo_hard, discopop, alpha_divergence, forward_kl, js_divergence."""
     beta: float | None = None
     """Beta of the loss: larger keeps the policy closer to the reference. Default: that of the
     loss function."""
     loss_options: dict[str, float] = field(default_factory=dict)
-    """Other arguments of the loss function: --loss_options gamma 0.5 label_smoothing 0.1."""
+    """Other arguments of the loss function: --loss_options label_smoothing 0.1."""
     normalise_length: bool = False
     """Score an answer by the mean log-probability of its tokens instead of the sum."""
-    sft_coef: runs.NonNegativeFloat | None = None
-    """Weight of the chosen answers' mean negative log-likelihood (alpha in arXiv 2404.19733).
-    Default: 0.1, or 1 for orpo."""
+    sft_coef: runs.NonNegativeFloat = 0.1
+    """Weight of the chosen answers' mean negative log-likelihood (alpha in arXiv 2404.19733)."""
 
 
-def loss_function(cfg: Config) -> Callable:
+def select_loss(cfg: Config) -> Callable:
     """The function that `--loss` names, with its options."""
     if cfg.loss not in LOSSES:
-        raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {cfg.loss!r}")
-    if cfg.normalise_length and cfg.loss in PER_TOKEN_LOSSES:
         raise ValueError(
-            f"normalise_length: expected a loss of sums, got {cfg.loss!r}, which divides by the "
-            "answers' lengths itself: leave the option out"
+            f"loss: expected one of {', '.join(LOSSES)} (for simpo, alphapo, orpo and slic see "
+            f"recipes/simpo.py), got {cfg.loss!r}"
         )
     options = cfg.loss_options if cfg.beta is None else {"beta": cfg.beta, **cfg.loss_options}
     loss = partial(LOSSES[cfg.loss], **options)
     try:
-        loss_per_pair(loss, ONE_EMPTY_PAIR, cfg)
-    except (TypeError, ValueError) as error:
+        loss(*torch.zeros(4, 1))
+    except (TypeError, ValueError) as error:  # an option that it does not have, or out of range
         raise ValueError(f"loss {cfg.loss!r}: {error}") from error
     return loss
-
-
-def needs_reference(cfg: Config) -> bool:
-    """Whether the loss compares the policy with a reference model."""
-    loss_function(cfg)  # raises if the loss or its options are wrong
-    return cfg.loss in REFERENCE_LOSSES
-
-
-class Pairs(NamedTuple):
-    """Log-probabilities of P pairs of answers, and the answers' lengths in tokens; [P] each."""
-
-    chosen: Tensor
-    rejected: Tensor
-    ref_chosen: Tensor
-    ref_rejected: Tensor
-    chosen_lengths: Tensor
-    rejected_lengths: Tensor
-
-
-ONE_EMPTY_PAIR = Pairs(*torch.zeros(4, 1), *torch.zeros(2, 1, dtype=torch.long))
-
-
-def loss_per_pair(loss: Callable, x: Pairs, cfg: Config) -> Tensor:
-    """[P]; each loss function takes what its formula needs."""
-    if cfg.loss in REFERENCE_LOSSES:
-        return loss(x.chosen, x.rejected, x.ref_chosen, x.ref_rejected)
-    if cfg.loss in PER_TOKEN_LOSSES:
-        return loss(x.chosen, x.rejected, x.chosen_lengths, x.rejected_lengths)
-    return loss(x.chosen, x.rejected)
 
 
 def pair_loss(out, mb, loss: Callable, cfg: Config):
     """Loss of a micro-batch and its metrics; even rows are chosen answers, odd rows rejected ones.
 
-    The logged margins are log-probability differences of policy and reference, in nats; per token
-    for the losses that divide by the answers' lengths.
+    The logged log-probabilities are the policy's minus the reference's, in nats.
     """
-    answer_logprobs = sequence_mean_logprobs if cfg.normalise_length else sequence_logprobs
+    mean = cfg.normalise_length or cfg.loss == "sigmoid_norm"
+    answer_logprobs = sequence_mean_logprobs if mean else sequence_logprobs
     logprobs = answer_logprobs(out.logprobs, mb.mask)
     ref_logprobs = answer_logprobs(mb.ref_logprobs, mb.mask)
-    lengths, total = mb.mask.sum(1), mb.total_sequences / 2
-    pairs = Pairs(
-        chosen=logprobs[0::2],
-        rejected=logprobs[1::2],
-        ref_chosen=ref_logprobs[0::2],
-        ref_rejected=ref_logprobs[1::2],
-        chosen_lengths=lengths[0::2],
-        rejected_lengths=lengths[1::2],
-    )
-    default = 1.0 if cfg.loss == "orpo" else 0.1
-    sft_coef = default if cfg.sft_coef is None else cfg.sft_coef
-    chosen_nll = -sequence_mean_logprobs(out.logprobs[0::2], mb.mask[0::2])
-    values = loss_per_pair(loss, pairs, cfg) + sft_coef * chosen_nll
-    chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
-    if cfg.loss in PER_TOKEN_LOSSES:
-        chosen = chosen / pairs.chosen_lengths.clamp(min=1)
-        rejected = rejected / pairs.rejected_lengths.clamp(min=1)
-    return preference_mean(values, total), preference_stats(chosen, rejected, total)
+    chosen, rejected = logprobs[0::2], logprobs[1::2]
+    ref_chosen, ref_rejected = ref_logprobs[0::2], ref_logprobs[1::2]
+    chosen_nll = -sequence_mean_logprobs(out.logprobs, mb.mask)[0::2]
+    values = loss(chosen, rejected, ref_chosen, ref_rejected) + cfg.sft_coef * chosen_nll
+    pairs = mb.total_sequences / 2
+    metrics = preference_stats(chosen - ref_chosen, rejected - ref_rejected, pairs)
+    return preference_mean(values, pairs), metrics
 
 
 def chosen_and_rejected(row):
@@ -174,30 +116,22 @@ def pair_batch(sequences):
     return collate(sequences, micro_batch_group=torch.arange(len(sequences)) // 2)
 
 
-def add_reference(batch, reference):
-    """Log-probabilities of the reference policy, 0 for a loss that needs none."""
-    zeros = torch.zeros(batch.tokens.shape)
-    return batch.add(ref_logprobs=reference(batch) if reference else zeros)
-
-
 def main(cfg: Config) -> None:
-    loss = loss_function(cfg)
+    loss_fn = partial(pair_loss, loss=select_loss(cfg), cfg=cfg)
     task = runs.load_named_task(cfg, cfg.task, load_pairs)
     cfg = runs.with_epochs(cfg, task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
     path, processor = runs.find_model(cfg, run, task.train)
     engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
-    reference = None
-    if needs_reference(cfg):
-        reference = runs.build_reference(cfg, path, processor, engine)
+    reference = runs.build_reference(cfg, path, processor, engine)
     rollout = runs.build_rollout(cfg, path, processor, engine)
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
-    loss_fn = partial(pair_loss, loss=loss, cfg=cfg)
     heldout = encode(enumerate(task.heldout))
-    heldout_batch = add_reference(pair_batch(heldout.sequences), reference)
+    heldout_batch = pair_batch(heldout.sequences)
+    heldout_batch.add(ref_logprobs=reference(heldout_batch))
 
     def evaluate(when: str):
         """Loss and preference accuracy on the held-out pairs, and accuracy of greedy answers."""
@@ -218,11 +152,11 @@ def main(cfg: Config) -> None:
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
         counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(pairs.skipped))
         if not counts["tokens"]:
-            run.stop("none of its rows can be trained on; see the log")
+            run.stop("no row of this batch can be trained on; see the log")
 
         run.phase("train")
         with runs.keep_on_device(engine):
-            batch = add_reference(batch, reference)
+            batch.add(ref_logprobs=reference(batch))
             metrics = engine.train_batch(batch, loss_fn)
         run.log(step, metrics | counts, show={"loss": "loss", "accuracy": "preference/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)

@@ -44,7 +44,7 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 64
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     beta: runs.PositiveFloat = 0.1
     """Beta of the loss: larger keeps the policy closer to the reference."""
     desirable_weight: runs.NonNegativeFloat = 1.0
@@ -57,10 +57,11 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     """Subtract z_0, an estimate of the KL to the reference from answers to other prompts."""
 
 
-def answer_loss(out, mb, z0, good: float, cfg: Config):
-    """Mean loss of the answers of all ranks, `good` of which are good.
+def answer_loss(out, mb, z0, desirable_count, cfg: Config):
+    """Loss of a micro-batch and its metrics. desirable_count counts the good answers of all ranks.
 
-    `marked/accuracy` is the share of answers on their side of z_0; the other metrics are in nats.
+    `unpaired/accuracy` is the share of answers on their side of z_0; the other two are mean
+    log-ratios of policy and reference, in nats.
     """
     logprobs = sequence_logprobs(out.logprobs, mb.mask)
     ref_logprobs = sequence_logprobs(mb.ref_logprobs, mb.mask)
@@ -70,11 +71,12 @@ def answer_loss(out, mb, z0, good: float, cfg: Config):
     loss = loss - cfg.sft_coef * label * sequence_mean_logprobs(out.logprobs, mb.mask)
     log_ratio = (logprobs - ref_logprobs).detach()
     right = torch.where(label, log_ratio > z0, log_ratio < z0)
-    return preference_mean(loss, total), {
-        "marked/accuracy": preference_mean(right.float(), total),
-        "marked/good": preference_mean(log_ratio * label, good),
-        "marked/bad": preference_mean(log_ratio * ~label, total - good),
+    metrics = {
+        "unpaired/accuracy": preference_mean(right.float(), total),
+        "unpaired/desirable": preference_mean(log_ratio * label, desirable_count),
+        "unpaired/undesirable": preference_mean(log_ratio * ~label, total - desirable_count),
     }
+    return preference_mean(loss, total), metrics
 
 
 def with_other_answers(rows):
@@ -91,6 +93,13 @@ def with_other_answers(rows):
         other = next((answer for answer in following if answer is not None), None)
         with_others.append((group_id, {**row, "other_answer": other}))
     return with_others
+
+
+def apart(rows, prompt_ids):
+    """(number, row) of all rows; a pair's two rows are apart, as z_0 needs mismatched answers."""
+    first = [(i, row) for i, row in enumerate(rows) if i in prompt_ids]
+    rest = [(i, row) for i, row in enumerate(rows) if i not in prompt_ids]
+    return first + rest
 
 
 def own_answer(row):
@@ -132,23 +141,24 @@ def main(cfg: Config) -> None:
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     others = other_answer if cfg.baseline else None
     encode = runs.answer_encoder(cfg, run, path, processor, engine, own_answer, others)
-    # each prompt once; a pair's two rows are not neighbours, as z_0 needs mismatched completions
-    prompt_ids = set(first_of_sources(task.heldout))  # one row of each pair
-    rows = sorted(enumerate(task.heldout), key=lambda number_row: number_row[0] not in prompt_ids)
-    heldout = encode(with_other_answers(rows))
+    prompt_ids = set(first_of_sources(task.heldout))  # each prompt once: one row of each pair
+    heldout = encode(with_other_answers(apart(task.heldout, prompt_ids)))
     prompts = [prompt for prompt in heldout.samples if prompt.group_id in prompt_ids]
     heldout_batch = own_batch(heldout.sequences)
     heldout_batch.add(ref_logprobs=reference(heldout_batch))
-    heldout_good = engine.global_sum(heldout_batch.label.sum()).item()
+    heldout_desirable = engine.global_sum(heldout_batch.label.sum()).item()
 
     def evaluate(when: str):
         """Held-out loss, share of answers on their side of z_0, and accuracy of greedy answers."""
         run.phase("evaluate")
         z0 = estimate_z0(heldout.others, cfg, engine, reference)
-        loss_fn = partial(answer_loss, z0=z0, good=heldout_good, cfg=cfg)
+        loss_fn = partial(answer_loss, z0=z0, desirable_count=heldout_desirable, cfg=cfg)
         out = engine.infer_batch(heldout_batch)
         metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
-        measured = {"heldout_loss": metrics["loss"], "marked_accuracy": metrics["marked/accuracy"]}
+        measured = {
+            "heldout_loss": metrics["loss"],
+            "unpaired_accuracy": metrics["unpaired/accuracy"],
+        }
         return runs.evaluate_heldout(sampler, replace(heldout, samples=prompts), when, **measured)
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
@@ -157,18 +167,18 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         answers = next(answers_of_steps)
         batch = rebalance_across_ranks(own_batch(answers.sequences), engine.data_parallel_group)
-        good = engine.global_sum(batch.label.sum()).item()
+        desirable_count = engine.global_sum(batch.label.sum()).item()
         counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(answers.skipped))
         if not counts["tokens"]:
-            run.stop("none of its rows can be trained on; see the log")
+            run.stop("no row of this batch can be trained on; see the log")
 
         run.phase("train")
         with runs.keep_on_device(engine):
             batch.add(ref_logprobs=reference(batch))
             z0 = estimate_z0(answers.others, cfg, engine, reference)
-            loss_fn = partial(answer_loss, z0=z0, good=good, cfg=cfg)
+            loss_fn = partial(answer_loss, z0=z0, desirable_count=desirable_count, cfg=cfg)
             metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}
-        run.log(step, metrics, show={"loss": "loss", "accuracy": "marked/accuracy"})
+        run.log(step, metrics, show={"loss": "loss", "accuracy": "unpaired/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)
         runs.evaluate_when_due(cfg, run, evaluate, engine)
         if runs.out_of_patience(cfg, run):

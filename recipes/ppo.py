@@ -15,25 +15,15 @@ How it differs from the paper (https://arxiv.org/abs/1707.06347) and from Instru
 - An answer is left out if its reward function fails or returns None.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 
-PF-PPO (arXiv 2409.06957) is `--pf_ppo_best 0.5`: it trains on answers that each rank draws by their
-rewards from all of its answers, so a prompt may get none. VAPO is in vapo.py.
+PF-PPO is in pf_ppo.py, VAPO in vapo.py.
 """
 
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from rlkit import runs
-from rlkit.advantages import (
-    gae,
-    kl_in_reward,
-    masked_whiten,
-    pf_ppo_indices,
-    pf_ppo_weights,
-    rewards_to_tokens,
-)
-from rlkit.data import collate, group_ids, rows_of_steps
+from rlkit.advantages import gae, kl_in_reward, masked_whiten, rewards_to_tokens
+from rlkit.data import collate, rows_of_steps
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.losses import (
     clipped_policy_loss,
@@ -45,6 +35,7 @@ from rlkit.losses import (
     mismatch_stats,
     ratio_stats,
     token_mean,
+    value_stats,
 )
 from rlkit.rollout import Sampling
 
@@ -58,7 +49,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
     ppo_epochs: runs.PositiveInt = 1
@@ -80,11 +71,6 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """Discount factor per token."""
     lam: runs.UnitInterval = 0.95
     """Lambda of GAE."""
-    pf_ppo_best: runs.UnitInterval = 0.0
-    """Probability of the best answer among the draws from its group. 0, with pf_ppo_worst 0: train
-    on all answers."""
-    pf_ppo_worst: runs.UnitInterval = 0.0
-    """Probability of the worst answer among the draws from its group."""
     kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
@@ -96,30 +82,18 @@ def policy_loss(out, mb, cfg: Config):
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mask, **clip)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mask, high=cfg.tis_cap)
-    return token_mean(loss, mask, mb.total_tokens), {
+    metrics = {
         "entropy": token_mean(out.entropy, mask, mb.total_tokens),
         **ratio_stats(out.logprobs, old, mb.advantages, mask, **clip, total=mb.total_tokens),
     }
+    return token_mean(loss, mask, mb.total_tokens), metrics
 
 
-def value_loss(out, mb, cfg: Config):  # out.values [B, T]
-    loss = clipped_value_loss(out.values, mb.values, mb.returns, mb.mask, cfg.cliprange_value)
-    return token_mean(loss, mb.mask, mb.total_tokens), {}
-
-
-def filtered(samples, seed: int, cfg: Config):
-    """The samples to train on: all, or with PF-PPO as many, drawn with replacement by reward.
-
-    A group is drawn in proportion to the number of its scored answers."""
-    if not (cfg.pf_ppo_best or cfg.pf_ppo_worst):
-        return samples
-    rewards, groups = torch.tensor([sample.reward for sample in samples]), group_ids(samples)
-    weights = pf_ppo_weights(
-        rewards, groups, cfg.pf_ppo_best, cfg.pf_ppo_worst
-    )  # sum to 1 per group
-    weights = weights * (groups == groups[:, None]).sum(1)
-    drawn = pf_ppo_indices(weights, len(samples), torch.Generator().manual_seed(seed % 2**63))
-    return [samples[i] for i in drawn.tolist()]
+def value_loss(out, mb, cfg: Config):
+    """Loss of a micro-batch and its metrics. out.values is [B, T]."""
+    values = out.values, mb.values, mb.returns, mb.mask, cfg.cliprange_value
+    loss = token_mean(clipped_value_loss(*values), mb.mask, mb.total_tokens)
+    return loss, value_stats(*values, total=mb.total_tokens)
 
 
 def token_rewards(batch, cfg: Config):
@@ -132,18 +106,14 @@ def token_rewards(batch, cfg: Config):
 
 def batch_metrics(batch, engine):
     """What is measured before the updates, over all ranks."""
-    old, values, returns, mask = batch.old_logprobs, batch.values, batch.returns, batch.mask
+    old, mask = batch.old_logprobs, batch.mask
     tokens = engine.global_sum(mask.sum()).item()
-    measured = {
-        "value/mean": token_mean(values, mask, tokens),
-        "value/squared_error": token_mean((values - returns).square(), mask, tokens),
-        **mismatch_stats(old, batch.rollout_logprobs, mask, tokens),
-    }
+    measured = mismatch_stats(old, batch.rollout_logprobs, mask, tokens)
     if "ref_logprobs" in batch.fields:
         measured["kl"] = token_mean(kl_k3(old, batch.ref_logprobs, mask), mask, tokens)
-    explained = explained_variance(values, returns, mask, engine.global_sum).item()
     metrics = reduce_metrics(measured, engine.data_parallel_group)
-    return metrics | {"value/explained_variance": explained}
+    explained = explained_variance(batch.values, batch.returns, mask, engine.global_sum)
+    return metrics | {"value/explained_variance": explained.item()}
 
 
 def update_critic(batch, cfg: Config, step: int, engine, critic):
@@ -152,8 +122,7 @@ def update_critic(batch, cfg: Config, step: int, engine, critic):
     with runs.keep_on_device(critic):
         parts = runs.mini_batches(batch, cfg, step, engine)
         means = runs.mean_metrics([critic.train_batch(part, loss_fn) for part in parts])
-    kept = ("loss", "grad_norm", "lr", "skipped_steps")
-    return {f"critic/{name}": x for name, x in means.items() if name in kept}
+    return {x if x.startswith("value/") else f"critic/{x}": mean for x, mean in means.items()}
 
 
 def update_policy(batch, cfg: Config, step: int, engine):
@@ -173,9 +142,6 @@ def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
 
 def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-    runs.check_range("pf_ppo_best + pf_ppo_worst", cfg.pf_ppo_best + cfg.pf_ppo_worst, 0, 1)
-    if cfg.pf_ppo_best or cfg.pf_ppo_worst:
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     runs.check_range("critic_warmup", cfg.critic_warmup, 0, cfg.steps - 1)
@@ -203,8 +169,7 @@ def main(cfg: Config) -> None:
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
-        seed = 1_000_003 * (1_000_003 * cfg.seed + step) + engine.data_parallel_rank
-        batch = collate(filtered(answers.scored, seed, cfg))
+        batch = collate(answers.scored)
         mask = batch.mask
         with runs.keep_on_device(engine):  # with LoRA it is also the reference
             if reference:

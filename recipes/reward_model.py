@@ -40,7 +40,7 @@ class Config(runs.GivenAnswerOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     centre_coef: runs.NonNegativeFloat = 0.0
     """Weight of the regulariser that keeps rewards around 0, for example 0.01."""
 
@@ -111,7 +111,7 @@ def main(cfg: Config) -> None:
         tokens, skipped = sum(batch.lengths), len(pairs.skipped)
         counts = runs.totals(engine, tokens=tokens, skipped_rows=skipped)
         if not counts["tokens"]:
-            run.stop("none of its rows can be trained on; see the log")
+            run.stop("no row of this batch can be trained on; see the log")
 
         run.phase("train")
         metrics = engine.train_batch(batch, loss_fn)

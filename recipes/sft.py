@@ -33,7 +33,7 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     train_on: Literal["all", "last"] = "all"
     """Messages of the assistant that are trained: all of a chat, or the last one. Templates that
     remove the thinking of earlier messages allow the last one alone."""
@@ -74,7 +74,7 @@ def main(cfg: Config) -> None:
         batch = rebalance_across_ranks(collate(chats.sequences), engine.data_parallel_group)
         counts = runs.totals(engine, tokens=batch.mask.sum(), skipped_rows=len(chats.skipped))
         if not counts["tokens"]:
-            run.stop("none of its rows can be trained on; see the log")
+            run.stop("no row of this batch can be trained on; see the log")
 
         run.phase("train")
         metrics = engine.train_batch(batch, loss_fn)

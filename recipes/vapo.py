@@ -39,6 +39,7 @@ from rlkit.losses import (
     mismatch_stats,
     ratio_stats,
     token_mean,
+    value_stats,
 )
 from rlkit.rollout import Sampling
 
@@ -52,7 +53,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     max_new_tokens: runs.NonNegativeInt = 4
     temperature: runs.PositiveFloat = 1.0
     tis_cap: runs.PositiveFloat = 2.0
-    lr: runs.NonNegativeFloat = 5e-4  # other models: 1e-6 (LoRA 1e-5), or --lr
+    lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     mini_batches: runs.PositiveInt = 2
     """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
     ppo_epochs: runs.PositiveInt = 1
@@ -94,30 +95,29 @@ def policy_loss(out, mb, total_right, cfg: Config):
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mask, **clip)
     loss = loss * importance_weights(old, mb.rollout_logprobs, mask, high=cfg.tis_cap)
     lm_loss = token_mean(-out.logprobs, right_tokens(mb), total_right)
-    return token_mean(loss, mask, mb.total_tokens) + cfg.lm_coef * lm_loss, {
+    loss = token_mean(loss, mask, mb.total_tokens) + cfg.lm_coef * lm_loss
+    metrics = {
         "lm_loss": lm_loss.detach(),
         "entropy": token_mean(out.entropy, mask, mb.total_tokens),
         **ratio_stats(out.logprobs, old, mb.advantages, mask, **clip, total=mb.total_tokens),
     }
+    return loss, metrics
 
 
-def value_loss(out, mb, cfg: Config):  # out.values [B, T]
-    loss = clipped_value_loss(out.values, mb.values, mb.returns, mb.mask, cfg.cliprange_value)
-    return token_mean(loss, mb.mask, mb.total_tokens), {}
+def value_loss(out, mb, cfg: Config):
+    """Loss of a micro-batch and its metrics. out.values is [B, T]."""
+    values = out.values, mb.values, mb.returns, mb.mask, cfg.cliprange_value
+    loss = token_mean(clipped_value_loss(*values), mb.mask, mb.total_tokens)
+    return loss, value_stats(*values, total=mb.total_tokens)
 
 
 def batch_metrics(batch, engine):
     """What is measured before the updates, over all ranks."""
-    old, values, returns, mask = batch.old_logprobs, batch.values, batch.returns, batch.mask
-    tokens = engine.global_sum(mask.sum()).item()
-    measured = {
-        "value/mean": token_mean(values, mask, tokens),
-        "value/squared_error": token_mean((values - returns).square(), mask, tokens),
-        **mismatch_stats(old, batch.rollout_logprobs, mask, tokens),
-    }
-    explained = explained_variance(values, returns, mask, engine.global_sum).item()
+    tokens = engine.global_sum(batch.mask.sum()).item()
+    measured = mismatch_stats(batch.old_logprobs, batch.rollout_logprobs, batch.mask, tokens)
     metrics = reduce_metrics(measured, engine.data_parallel_group)
-    return metrics | {"value/explained_variance": explained}
+    explained = explained_variance(batch.values, batch.returns, batch.mask, engine.global_sum)
+    return metrics | {"value/explained_variance": explained.item()}
 
 
 def update_critic(batch, cfg: Config, step: int, engine, critic):
@@ -126,8 +126,7 @@ def update_critic(batch, cfg: Config, step: int, engine, critic):
     with runs.keep_on_device(critic):
         parts = runs.mini_batches(batch, cfg, step, engine)
         means = runs.mean_metrics([critic.train_batch(part, loss_fn) for part in parts])
-    kept = ("loss", "grad_norm", "lr", "skipped_steps")
-    return {f"critic/{name}": x for name, x in means.items() if name in kept}
+    return {x if x.startswith("value/") else f"critic/{x}": mean for x, mean in means.items()}
 
 
 def update_policy(batch, cfg: Config, step: int, engine):

@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="directory of a run, e.g. runs/grpo_vlm-digits-seed0")
     parser.add_argument("--step", type=int, help="finished steps of the checkpoint; default: the newest")
     parser.add_argument("--to", type=Path, help="directory of the model, a new one; default: RUN/model_step_<n>")
-    parser.add_argument("--critic", action="store_true", help="the critic of ppo.py or vapo.py, instead of the policy")
+    parser.add_argument(
+        "--critic", action="store_true", help="the critic, of a recipe that trains one, instead of the policy"
+    )
     options = parser.parse_args(arguments)
     with one_sentence_errors("export"):
         path = export_checkpoint(options.run, options.step, options.to, critic=options.critic)
@@ -53,7 +55,7 @@ def export_checkpoint(run: Path, step: int | None = None, to: Path | None = None
         run: directory of a run of any recipe and engine, on any number of ranks.
         step: finished steps of the checkpoint; by default of the newest.
         to: a new directory; by default `model_step_<n>` in the run, or `critic_step_<n>`.
-        critic: export the critic of ppo.py or vapo.py.
+        critic: export the critic of ppo.py, pf_ppo.py or vapo.py, instead of the policy.
 
     Raises:
         ValueError: there is no such checkpoint, it is damaged, or `to` exists.

@@ -1,7 +1,7 @@
 """Functions of the logits of scored tokens, such as a divergence from a teacher, computed in chunks of tokens.
 
     def divergence(logits, teacher):  # [n, V], {name: [n, ...]} -> [n]
-        return topk_forward_kl_loss(logits[None], teacher["logprobs"][None], teacher["ids"][None], ...)[0]
+        return topk_forward_kl_loss(logits, teacher["logprobs"], teacher["ids"], temperature=...)
 
     engine.train_batch(batch, loss_fn, logit_functions={"divergence": divergence})  # loss_fn reads out.divergence
 

@@ -228,10 +228,11 @@ def linear_gradients(ctx: Any, logit_gradient: Callable[[slice], Tensor], add: A
 
 
 def divergence(rule: Rule, student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """[B, T]: the divergences of logits [B, T, V] by a rule such as `forward_kl`, 0 outside the mask."""
-    student, teacher = student_logits.flatten(0, 1), teacher_logits.detach().flatten(0, 1)
+    """[...]: the divergences of logits [..., V] by a rule such as `forward_kl`, 0 outside the mask [...]."""
+    rows = mask.numel(), student_logits.shape[-1]
+    student, teacher = student_logits.reshape(rows), teacher_logits.detach().reshape(rows)
     column = temperature_column(temperature, student[:, 0])
-    return Divergence.apply(rule, student, teacher, mask.flatten(), column)[0].view(mask.shape)
+    return Divergence.apply(rule, student, teacher, mask.reshape(-1), column)[0].view(mask.shape)
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

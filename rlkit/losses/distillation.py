@@ -27,7 +27,9 @@ from rlkit.losses._kernels import Buckets, Rule, divergence, forward_kl, jsd, re
 _TAIL_ROUNDING = 16.0  # in units of the dtype's eps: 1 - sum(p) below this is taken for rounding, not probability
 
 
-def forward_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+def forward_kl_loss(
+    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0
+) -> Tensor:
     r"""KL(teacher || student), supervised distillation, which covers all that the teacher might say.
 
     $$L = \sum_v P_v (\log P_v - \log Q_v), \quad
@@ -36,18 +38,20 @@ def forward_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
     https://arxiv.org/abs/2306.13649 section 2; the limit of `jsd_loss` / beta as beta goes to 0.
 
     Args:
-        student_logits: [B, T, V], any floating dtype.
-        teacher_logits: [B, T, V], of the same vocabulary; gets no gradient.
-        mask: bool [B, T]; see the module for its alignment.
+        student_logits: [B, T, V], any floating dtype; without a mask [..., V].
+        teacher_logits: of the same shape and vocabulary; gets no gradient.
+        mask: bool [B, T], see the module for its alignment; None for every position.
         temperature: of both distributions, > 0.
 
     Returns:
-        [B, T], to be minimised, never below 0.
+        [B, T], or [...] without a mask; to be minimised, never below 0.
     """
     return _divergence(forward_kl, student_logits, teacher_logits, mask, temperature)
 
 
-def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+def reverse_kl_loss(
+    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0
+) -> Tensor:
     r"""KL(student || teacher), which keeps the student to tokens that the teacher finds likely.
 
     $$L = \sum_v Q_v (\log Q_v - \log P_v), \quad
@@ -62,7 +66,11 @@ def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
 
 
 def jsd_loss(
-    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, beta: float = 0.5, temperature: float = 1.0
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence, bounded and finite for any pair of distributions.
 
@@ -82,8 +90,7 @@ def jsd_loss(
     Returns:
         [B, T], to be minimised, never below 0.
     """
-    if not 0 < beta < 1:
-        check.fail("beta", beta, "a number in (0, 1); for the ends see forward_kl_loss (0) and reverse_kl_loss (1)")
+    _check_beta(beta)
     return _divergence(partial(jsd, beta=beta), student_logits, teacher_logits, mask, temperature)
 
 
@@ -91,7 +98,7 @@ def topk_forward_kl_loss(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
     teacher_indices: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
     r"""KL(teacher || student) from the teacher's K likeliest tokens, the rest of the vocabulary in one bucket.
@@ -107,13 +114,15 @@ def topk_forward_kl_loss(
     the K tokens, which is `forward_kl_loss(student_logits.gather(2, teacher_indices), teacher_logprobs, mask)`.
 
     Args:
-        student_logits: [B, T, V], any floating dtype.
-        teacher_logprobs: [B, T, K], log-probabilities over the whole vocabulary at `temperature` (they cannot be
-            tempered afterwards), in any order; -inf marks an entry that names no token. Gets no gradient.
-        teacher_indices: [B, T, K], integers in [0, V), distinct but for entries at -inf, which may hold anything.
-        mask: bool [B, T]; see the module for its alignment.
+        student_logits: [B, T, V], any floating dtype; without a mask [..., V].
+        teacher_logprobs: [B, T, K], or [..., K], log-probabilities over the whole vocabulary at `temperature` (they
+            cannot be tempered afterwards), in any order; -inf marks an entry that names no token. Gets no gradient.
+        teacher_indices: of the shape of teacher_logprobs, integers in [0, V), distinct but for entries at -inf, which
+            may hold anything.
+        mask: bool [B, T], see the module for its alignment; None for every position.
         temperature: of the student, and of the teacher when it was asked; > 0.
     """
+    mask = _checked_mask(mask, student_logits=student_logits)
     student, teacher, rest = _buckets(student_logits, teacher_logprobs, teacher_indices, mask, temperature)
     rest = torch.where(rest > _tail_rounding(rest), rest, 0).log()
     return torch.where(mask, _kl(torch.cat([teacher, rest], -1), student), 0)
@@ -123,7 +132,7 @@ def topk_reverse_kl_loss(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
     teacher_indices: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
     r"""KL(student || teacher) from the teacher's K likeliest tokens, the rest of the vocabulary in one bucket.
@@ -138,6 +147,7 @@ def topk_reverse_kl_loss(
 
     Args, Returns: as `topk_forward_kl_loss`.
     """
+    mask = _checked_mask(mask, student_logits=student_logits)
     student, teacher, rest = _buckets(student_logits, teacher_logprobs, teacher_indices, mask, temperature)
     rest = rest.clamp(min=_tail_rounding(rest)).log()
     return torch.where(mask, _kl(student, torch.cat([teacher, rest], -1)), 0)
@@ -147,7 +157,7 @@ def topk_jsd_loss(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
     teacher_indices: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
@@ -161,16 +171,37 @@ def topk_jsd_loss(
         student_logits, teacher_logprobs, teacher_indices, mask, temperature: as in `topk_forward_kl_loss`.
         beta: the teacher's share of the mixture, in (0, 1).
     """
+    _check_beta(beta)
+    mask = _checked_mask(mask, student_logits=student_logits)
     student, teacher, rest = _buckets(student_logits, teacher_logprobs, teacher_indices, mask, temperature)
     rest = torch.where(rest > _tail_rounding(rest), rest, 0).log()
-    return jsd_loss(student, torch.cat([teacher, rest], -1), mask, beta)
+    return divergence(partial(jsd, beta=beta), student, torch.cat([teacher, rest], -1), mask, temperature=1.0)
 
 
-def _divergence(rule: Rule, student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
+def _divergence(
+    rule: Rule, student_logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, temperature: float
+) -> Tensor:
     """[B, T]: the divergence of a rule such as `forward_kl`, after the checks of all losses on whole vocabularies."""
     check.positive(temperature=temperature)
-    check.per_position(mask, student_logits=student_logits, teacher_logits=teacher_logits)
+    mask = _checked_mask(mask, student_logits=student_logits, teacher_logits=teacher_logits)
     return divergence(rule, student_logits, teacher_logits, mask, temperature)
+
+
+def _check_beta(beta: float) -> None:
+    if not 0 < beta < 1:
+        check.fail("beta", beta, "a number in (0, 1); for the ends see forward_kl_loss (0) and reverse_kl_loss (1)")
+
+
+def _checked_mask(mask: Tensor | None, **logits: Tensor) -> Tensor:
+    """The mask of logits [B, T, V], or True at every position of logits [..., V], which are checked."""
+    if mask is not None:
+        check.per_position(mask, **logits)
+        return mask
+    whose, first = next(iter(logits.items()))
+    for name, x in logits.items():
+        check.floating(name, x)
+        check.shape(name, x, tuple(first.shape), f"as {whose}")
+    return torch.ones(first.shape[:-1], dtype=torch.bool, device=first.device)
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:
@@ -187,20 +218,21 @@ def _buckets(
     The student's last bucket is summed over the tokens outside K, not taken as 1 minus the others, which would cancel.
     """
     check.positive(temperature=temperature)
-    check.per_position(mask, student_logits=student_logits)
     check.floating("teacher_logprobs", teacher_logprobs)
-    check.rank("teacher_logprobs", teacher_logprobs, 3, "[B, T, K]")
-    check.shape("teacher_logprobs", teacher_logprobs, (*mask.shape, teacher_logprobs.shape[2]), "[B, T, K] as mask")
+    check.rank("teacher_logprobs", teacher_logprobs, student_logits.ndim, "[B, T, K]")
+    check.shape("teacher_logprobs", teacher_logprobs, (*mask.shape, teacher_logprobs.shape[-1]), "[B, T, K] as mask")
     check.integer("teacher_indices", teacher_indices)
     check.shape("teacher_indices", teacher_indices, tuple(teacher_logprobs.shape), "as teacher_logprobs")
     teacher = torch.where(mask[..., None], at_least_float32(teacher_logprobs.detach()), -torch.inf)
     named = teacher > -torch.inf
     index = torch.where(named, teacher_indices, 0).long()
-    logits, *others = (x.flatten(0, 1) for x in (student_logits, index, named, mask))
+    rows = mask.numel()
+    logits, *others = (x.reshape(rows, x.shape[-1]) for x in (student_logits, index, named))
+    others.append(mask.reshape(rows))
     column = temperature_column(temperature, logits[:, 0])
     top, rest, *_ = Buckets.apply(logits, *others, column)
     top = torch.where(named, top.view(named.shape), -torch.inf)
-    everything = named.sum(-1, keepdim=True) == student_logits.shape[2]
+    everything = named.sum(-1, keepdim=True) == student_logits.shape[-1]
     mass = torch.where(everything, 0, 1 - teacher.exp().sum(-1, keepdim=True))
     return torch.cat([top, rest.view(*mask.shape, 1)], -1).log_softmax(-1), teacher, mass
 

@@ -241,8 +241,7 @@ def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tenso
     batch.add_packed(hidden=hidden.new_zeros(1, 1).expand(hidden.shape))
 
     def function(logits: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
-        theirs, mask = output_layer(packed["hidden"]), logits.new_ones(1, len(logits), dtype=torch.bool)
-        return jsd_loss(logits[None], theirs[None, :, : logits.shape[1]], mask)[0]
+        return jsd_loss(logits, output_layer(packed["hidden"])[:, : logits.shape[1]])
 
     return function
 

@@ -68,6 +68,7 @@ from rlkit.runs.options import (
 )
 from rlkit.runs.prefetching import prefetch
 from rlkit.runs.sampling import PolicySampler, context_length
+from rlkit.runs.seeds import generator
 from rlkit.runs.servers import build_server_rollout
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
@@ -119,6 +120,7 @@ __all__ = [
     "evaluate_when_due",
     "find_model",
     "finish",
+    "generator",
     "global_loss",
     "group_ids_of_all_ranks",
     "keep_on_device",

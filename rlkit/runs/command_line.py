@@ -24,6 +24,7 @@ NOT_OPTIONS = {"versions", "contents"}  # what else is in the config.json of a r
 RENAMED = {"updates_per_batch": "ppo_epochs", "prompts_per_draw": "gen_batch_size"}
 MOVED = {
     **dict.fromkeys(("critic_lam", "length_adaptive_alpha", "lm_coef"), "recipes/vapo.py"),
+    **dict.fromkeys(("pf_ppo_best", "pf_ppo_worst"), "recipes/pf_ppo.py"),
     **dict.fromkeys(("normalise_rewards", "reward_clip"), "rlkit.advantages.scaled_rewards, for a copy of the recipe"),
     "loss": "recipes/gspo.py and recipes/cispo.py",
 }
@@ -31,6 +32,7 @@ NOT_OF_ALL_RECIPES = {name: f"moved to {place}" for name, place in MOVED.items()
     ("clip_low", "clip_high"),
     "bounds a ratio, as in recipes/grpo_vlm.py; recipes/grpo_async.py bounds its importance weights, by --tis_cap",
 )
+MOVED_LOSSES = dict.fromkeys(("simpo", "alphapo", "orpo", "slic"), "recipes/simpo.py")  # values of --loss of dpo.py
 MODEL_DEPENDENT_OPTIONS = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `model_defaults`
 
 

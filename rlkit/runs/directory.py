@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rlkit.data.samples import Row
 from rlkit.data.tables import as_rows
 from rlkit.rollout.vllm_families import config_or_empty
-from rlkit.runs.command_line import MOVED, RENAMED
+from rlkit.runs.command_line import MOVED, MOVED_LOSSES, RENAMED
 from rlkit.runs.option_types import changeable_options
 from rlkit.runs.options import RUN_ONLY_OPTIONS, RunOptions, TaskOptions
 from rlkit.runs.vllm_options import longest_row
@@ -102,6 +102,7 @@ def _changed_options(
     before, now = json.loads((out / CONFIG).read_text()), json.loads(json.dumps(options, default=str))
     before = {name if name in now else RENAMED.get(name, name): x for name, x in before.items()}
     _check_no_option_moved(out, before, now)
+    _check_no_loss_moved(out, before, now)
     changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
     refused = [name for name in changed if name not in may_differ]
     if refused:
@@ -124,6 +125,16 @@ def _check_no_option_moved(out: Path, before: Mapping[str, Any], now: Mapping[st
                 f"resume: expected a run in {out} whose options this recipe has, but {name} was {value!r}, and moved "
                 f"to {place}"
             )
+
+
+def _check_no_loss_moved(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a run used a loss that moved to another recipe than this one."""
+    place = MOVED_LOSSES.get(before.get("loss", ""))
+    if place and now.get("loss") not in MOVED_LOSSES:
+        raise ValueError(
+            f"resume: expected a run in {out} whose loss this recipe has, but loss was {before['loss']!r}, which moved "
+            f"to {place}"
+        )
 
 
 def _changed_contents(

@@ -219,6 +219,25 @@ def test_mask_equals_slice():
         torch.testing.assert_close(loss(student, logprobs, ids, mask)[mask], sliced[0])
 
 
+def test_without_a_mask_every_position_counts():
+    """Of logits [B, T, V] and of logits [n, V], in value and gradient."""
+    student, teacher, _ = batch(seed=3)
+    everywhere = torch.ones(student.shape[:2], dtype=torch.bool)
+    logprobs, ids = top(teacher, 3)
+    given = [(loss, (teacher,)) for loss in FULL.values()] + [(loss, (logprobs, ids)) for loss in TOPK.values()]
+    for loss, theirs in given:
+        expected = loss(student, *theirs, everywhere, temperature=0.7)
+        (gradient,) = torch.autograd.grad(expected.sum(), student)
+        flat = loss(student.flatten(0, 1), *(x.flatten(0, 1) for x in theirs), temperature=0.7)
+        for found in (loss(student, *theirs, temperature=0.7), flat.view(expected.shape)):
+            assert torch.equal(found, expected)
+            assert torch.equal(torch.autograd.grad(found.sum(), student)[0], gradient)
+    with pytest.raises(ValueError, match="^teacher_logits: expected shape .* as student_logits, got "):
+        forward_kl_loss(student, teacher[:, :1])
+    with pytest.raises(ValueError, match="^teacher_logprobs: expected shape .*, got "):
+        topk_forward_kl_loss(student, logprobs[:, :1], ids[:, :1])
+
+
 # --- shapes and dtypes
 
 

@@ -49,9 +49,10 @@ def test_a_condition_that_a_plan_cannot_evaluate_is_named(tmp_path, model):
         recipe_roles(module, recipe_options(module, ["--model", model]))
 
 
-def test_a_wrong_option_that_a_condition_reads_keeps_its_sentence(model):
-    module = load_recipe(str(RECIPES / "dpo.py"))
-    with pytest.raises(ValueError, match="^loss: expected one of dpo, .* got 'dqo'$"):
+def test_a_wrong_option_that_a_condition_reads_keeps_its_sentence(tmp_path, model):
+    call = "runs.build_reference(cfg, path, processor, engine)"
+    module = copied(tmp_path, "dpo", (call, f"{call} if select_loss(cfg) else None"))
+    with pytest.raises(ValueError, match="^loss: expected one of sigmoid, .* got 'dqo'$"):
         recipe_roles(module, recipe_options(module, ["--model", model, "--loss", "dqo"]))
 
 

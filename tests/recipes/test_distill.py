@@ -22,6 +22,7 @@ LEARNING = [
     "--task", "helpers:few_digits", "--steps", 30, "--prompts_per_step", 16, "--group_size", 4, "--warmup_steps", 5,
     "--max_new_tokens", 3, "--save_every", 12,
 ]  # fmt: skip
+NO_MODEL = ["--model", "/no/such/model"]
 NO_SERVER = ["--teacher_servers", "http://127.0.0.1:9"]
 SMALL = ["--steps", 3, "--prompts_per_step", 6, "--group_size", 2, "--max_new_tokens", 3, "--save_every", 2]
 
@@ -188,12 +189,14 @@ def test_bad_input_is_one_clear_message(whole, start, text_dir, tmp_path):  # no
     for message, arguments in {
         "distill: teacher .*: expected the tokens of the trained model's tokenizer": ["--teacher", text_dir],
         "distill: task: expected a built-in": ["--task", "digit"],
-        "distill: teacher_top_k: expected 0 with sampled_token, got 5": ["--teacher_top_k", 5],
-        "distill: beta: expected a number above 0 and below 1, got 1": ["--loss", "jsd", "--beta", 1],
+        # before a model is loaded
+        "distill: teacher_top_k: expected 0 with sampled_token, got 5": ["--teacher_top_k", 5, *NO_MODEL],
+        "distill: teacher_top_k: expected at least 1 with --teacher_s": ["--loss", "jsd", *NO_SERVER, *NO_MODEL],
+        "distill: beta: expected a number above 0 and below 1, got 1": ["--loss", "jsd", "--beta", 1, *NO_MODEL],
         "distill: temperature: expected 1 with --teacher_servers, .* got 0.5": [*NO_SERVER, "--temperature", 0.5],
         "distill: teacher: expected the directory or hub id .*, got 'tiny'": [*NO_SERVER, "--teacher", "tiny"],
         "distill: out .*holds a run already; continue it with --resume": ["--out", whole],
-        "distill-.*: step 0: none of its .*rows can be asked about": ["--max_prompt_tokens", 5],
+        "distill-.*: step 0: no answer of this batch can be scored by the teacher": ["--max_prompt_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):
             run_here("distill", "--model", start, "--teacher", start, "--out", tmp_path / "run", *SMALL, *arguments)

@@ -28,9 +28,9 @@ SHARED = {
     "generating": (runs.GenerationOptions, runs.RewardOptions),
     "on policy": (runs.SamplingOptions, runs.PolicyOptions),
 }
-GIVEN_ANSWERS = ["dpo", "kto", "reward_model", "sft"]
+GIVEN_ANSWERS = ["dpo", "kto", "reward_model", "sft", "simpo"]
 ON_POLICY = [
-    "cispo", "dapo", "distill", "grpo_async", "grpo_tools", "grpo_vlm", "gspo", "ppo", "reinforce", "vapo",
+    "cispo", "dapo", "distill", "grpo_async", "grpo_tools", "grpo_vlm", "gspo", "pf_ppo", "ppo", "reinforce", "vapo",
 ]  # fmt: skip
 
 
@@ -114,7 +114,10 @@ def test_every_recipe_evaluates_during_training(name):
     assert saved < evaluated and ended == [evaluated[0] + 1] and body[ended[0]].endswith("break")
 
 
-COMPARED = {"ppo": "batch", "vapo": "batch", "distill": "nothing", "reinforce_plus_plus": "batch", "remax": "batch"}
+COMPARED = {
+    **dict.fromkeys(("pf_ppo", "ppo", "vapo", "reinforce_plus_plus", "remax"), "batch"),
+    "distill": "nothing",
+}
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,7 @@ def small_options(name, model):
         "distill": ["--teacher", model],
         "evaluate": ["--rows", 8],
         "dapo": ["--gen_batch_size", 4, "--max_num_gen_batches", 1, "--mini_batches", 1, "--overlong_buffer", 0],
+        "pf_ppo": ["--mini_batches", 1],
         "ppo": ["--mini_batches", 1],
         "vapo": ["--mini_batches", 1, "--critic_warmup", 1],
     }

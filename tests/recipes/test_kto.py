@@ -81,7 +81,7 @@ def learned(found):
     return (
         found["accuracy_after"] > found["accuracy_before"] + 0.2
         and found["heldout_loss_after"] < 0.8 * found["heldout_loss_before"]
-        and found["marked_accuracy_after"] > 0.9
+        and found["unpaired_accuracy_after"] > 0.9
     )
 
 
@@ -91,7 +91,10 @@ def test_learns(whole):
     rows = helpers.rows(whole)
     assert [row["step"] for row in rows] == list(range(24))
     assert 0.5 < rows[0]["loss"] < 0.6 and rows[0]["kl"] == pytest.approx(0, abs=1e-5)  # 0.5, and the likelihood
-    assert rows[-1]["marked/good"] > rows[-1]["kl"] > rows[-1]["marked/bad"] and rows[-1]["marked/accuracy"] > 0.8
+    assert (
+        rows[-1]["unpaired/desirable"] > rows[-1]["kl"] > rows[-1]["unpaired/undesirable"]
+        and rows[-1]["unpaired/accuracy"] > 0.8
+    )
     assert {"grad_norm", "lr", "tokens", "skipped_rows", "time/encode", "time/train"} <= rows[0].keys()
     held = len(helpers.few_digits().heldout)  # two rows each, with one prompt
     assert evaluation(whole)["heldout"] == evaluation(whole)["accuracy_rows_after"] == held
@@ -127,20 +130,19 @@ def test_loss_equals_trls(case, options):
     others = (sequence_logprobs(x[name], x["mask"]) for name in ("other_logprobs", "other_ref_logprobs"))
     z0 = kto_kl_estimate(*others) if options.get("baseline", True) else torch.tensor(0.0)
     recipe = helpers.load("kto")
-    good = x["desirable"].sum().item()
     loss, stats = recipe.answer_loss(
         SimpleNamespace(logprobs=logprobs),
         batch,
         z0=z0,
-        good=good,
+        desirable_count=x["desirable"].sum().item(),
         cfg=recipe.Config(beta=0.5, sft_coef=0.0, **options),
     )
     torch.testing.assert_close(loss.detach(), golden[f"{case}/out/out"], rtol=1e-5, atol=1e-6)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, golden[f"{case}/out/d_logprobs"], rtol=1e-5, atol=1e-6)
     gains = sequence_logprobs(x["logprobs"] - x["ref_logprobs"], x["mask"])
-    assert stats["marked/good"].item() == pytest.approx(gains[x["desirable"]].mean().item(), rel=1e-3)
-    assert stats["marked/bad"].item() == pytest.approx(gains[~x["desirable"]].mean().item(), rel=1e-3)
+    assert stats["unpaired/desirable"].item() == pytest.approx(gains[x["desirable"]].mean().item(), rel=1e-3)
+    assert stats["unpaired/undesirable"].item() == pytest.approx(gains[~x["desirable"]].mean().item(), rel=1e-3)
 
 
 def test_marked_answers_of_a_text_file_with_lora(text_dir, tmp_path):  # noqa: F811
@@ -165,7 +167,7 @@ def test_the_baseline_is_how_far_answers_to_other_prompts_have_moved(tiny_dir, t
     run_here("kto", *arguments, tmp_path / "without", "--no-baseline")
     first, *rest = numbers(tmp_path / "with")
     assert first["kl"] == pytest.approx(0, abs=1e-5) and rest[-1]["kl"] > 2
-    assert all(abs(row["kl"] - (row["marked/good"] + row["marked/bad"]) / 2) < 0.3 for row in rest)
+    assert all(abs(row["kl"] - (row["unpaired/desirable"] + row["unpaired/undesirable"]) / 2) < 0.3 for row in rest)
     assert all(row["kl"] == 0 for row in numbers(tmp_path / "without"))
 
 
@@ -179,7 +181,7 @@ def test_bad_input_is_one_clear_message(whole, start, tmp_path):
         "kto: .*rows.jsonl: completion: expected a column completion": ["--task", tmp_path / "rows.jsonl"],
         "kto: out .*holds a run already; continue it with --resume": ["--out", whole],
         "kto: prompts_per_step: expected at least 2 without --no_baseline, got 1": ["--prompts_per_step", 1],
-        "kto-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
+        "kto-.*: step 0: no row of this batch can be trained on": ["--max_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):
             out = tmp_path / str(len(list(tmp_path.iterdir())))

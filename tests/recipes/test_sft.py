@@ -165,7 +165,7 @@ def test_bad_input_is_one_clear_message(whole, tiny_dir, tmp_path):
         "sft: .*rows.jsonl: question: expected a column": ["--task", tmp_path / "rows.jsonl"],
         "sft: model: expected a directory with a config.json": ["--model", tmp_path],
         "sft: out .*holds a run already; continue it with --resume": ["--out", whole],
-        "sft-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
+        "sft-.*: step 0: no row of this batch can be trained on": ["--max_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):
             run_here("sft", "--model", tiny_dir, "--out", tmp_path / "run", *SMALL, *arguments)

@@ -40,6 +40,7 @@ CASES = {
     "distill_top": ("distill", [*PROMPTS, "--steps", 2, "--loss", "jsd", "--teacher_top_k", 9], []),
     "sft": ("sft", [*PAIRS, "--max_new_tokens", 2], []),
     "dpo": ("dpo", [*PAIRS, "--max_new_tokens", 3], ["--micro_batch_tokens", 300]),  # pairs are not torn apart
+    "simpo": ("simpo", [*PAIRS, "--max_new_tokens", 3], ["--micro_batch_tokens", 300]),
     "kto": ("kto", [*PAIRS, "--max_new_tokens", 3], ["--micro_batch_tokens", 300]),
     "reward_model": ("reward_model", PAIRS, ["--micro_batch_tokens", 300]),
     "media": ("grpo_vlm", [*PROMPTS[2:], "--reward", "helpers:length_is_even", "--steps", 2, "--save_every", 1], []),

@@ -42,7 +42,7 @@ def test_learns_and_not_without_a_learning_rate(whole, warm_dir, tmp_path):
 def test_the_critic_is_trained_first(whole):
     rows = helpers.rows(whole)
     assert ["loss" in row for row in rows] == [False] * 2 + [True] * 10 and all("critic/loss" in row for row in rows)
-    assert rows[0]["value/mean"] == 0 != rows[1]["value/mean"]  # a head of zeros
+    assert rows[0]["value/explained_variance"] == 0 != rows[1]["value/explained_variance"]  # a head of zeros
     assert rows[-1]["value/squared_error"] < rows[0]["value/squared_error"]
     assert 0 < rows[-1]["lm_loss"] < rows[2]["lm_loss"]  # right answers become likelier
 

@@ -215,6 +215,8 @@ WITHOUT_RANGE = {  # of recipes, by their names, or of all
     ("distill", "beta"): "only read with --loss jsd, where the recipe checks it",
     ("dpo", "beta"): "the loss functions check it, and have different ranges",
     ("dpo", "loss_options"): "the loss functions check them",
+    ("simpo", "beta"): "the loss functions check it",
+    ("simpo", "loss_options"): "the loss functions check them",
     ("evaluate", "right"): "any reward can be the least that counts as right",
     ("evaluate", "pass_at"): "the recipe compares them with group_size",
 }

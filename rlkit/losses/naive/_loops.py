@@ -18,6 +18,11 @@ def sequences(mask: Tensor) -> list[tuple[int, list[int]]]:
     return [(b, tokens) for b, tokens in found if tokens]
 
 
+def everywhere(mask: Tensor | None, like: Tensor) -> Tensor:
+    """The mask, or True at every element of `like`."""
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask
+
+
 def zeros(mask: Tensor) -> Tensor:
     """[B, T] in float64."""
     return torch.zeros(mask.shape, dtype=torch.float64)

@@ -3,17 +3,23 @@
 import torch
 from torch import Tensor
 
-from rlkit.losses.naive._loops import add, constant, trained, zeros
+from rlkit.losses.naive._loops import add, constant, everywhere, trained, zeros
 
 
-def forward_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+def forward_kl_loss(
+    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0
+) -> Tensor:
+    mask = everywhere(mask, student_logits[..., 0])
     student, teacher, loss = student_logits.double() / temperature, constant(teacher_logits) / temperature, zeros(mask)
     for b, t in trained(mask):
         loss[b, t] = _kl(_softmax(teacher[b, t]), _softmax(student[b, t]))
     return loss
 
 
-def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+def reverse_kl_loss(
+    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0
+) -> Tensor:
+    mask = everywhere(mask, student_logits[..., 0])
     student, teacher, loss = student_logits.double() / temperature, constant(teacher_logits) / temperature, zeros(mask)
     for b, t in trained(mask):
         loss[b, t] = _kl(_softmax(student[b, t]), _softmax(teacher[b, t]))
@@ -21,8 +27,13 @@ def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
 
 
 def jsd_loss(
-    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, beta: float = 0.5, temperature: float = 1.0
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
 ) -> Tensor:
+    mask = everywhere(mask, student_logits[..., 0])
     student, teacher, loss = student_logits.double() / temperature, constant(teacher_logits) / temperature, zeros(mask)
     for b, t in trained(mask):
         p, q = _softmax(teacher[b, t]), _softmax(student[b, t])
@@ -35,9 +46,10 @@ def topk_forward_kl_loss(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
     teacher_indices: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
+    mask = everywhere(mask, student_logits[..., 0])
     student, teacher, loss = student_logits.double() / temperature, constant(teacher_logprobs).exp(), zeros(mask)
     for b, t in trained(mask):
         q = _buckets(_softmax(student[b, t]), teacher_indices[b, t])
@@ -50,9 +62,10 @@ def topk_reverse_kl_loss(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
     teacher_indices: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
+    mask = everywhere(mask, student_logits[..., 0])
     student, teacher, loss = student_logits.double() / temperature, constant(teacher_logprobs).exp(), zeros(mask)
     for b, t in trained(mask):
         q = _buckets(_softmax(student[b, t]), teacher_indices[b, t])
@@ -65,10 +78,11 @@ def topk_jsd_loss(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
     teacher_indices: Tensor,
-    mask: Tensor,
+    mask: Tensor | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
+    mask = everywhere(mask, student_logits[..., 0])
     student, teacher, loss = student_logits.double() / temperature, constant(teacher_logprobs).exp(), zeros(mask)
     for b, t in trained(mask):
         q = _buckets(_softmax(student[b, t]), teacher_indices[b, t])

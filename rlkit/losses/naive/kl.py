@@ -1,13 +1,12 @@
 """`rlkit.losses.kl` token by token."""
 
-import torch
 from torch import Tensor
 
-from rlkit.losses.naive._loops import add, constant, trained, zeros
+from rlkit.losses.naive._loops import add, constant, everywhere, trained, zeros
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    mask = _everywhere(mask, logprobs)
+    mask = everywhere(mask, logprobs)
     logprobs, ref, out = logprobs.double(), constant(ref_logprobs), zeros(mask)
     for b, t in trained(mask):
         out[b, t] = logprobs[b, t] - ref[b, t]
@@ -15,7 +14,7 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    mask = _everywhere(mask, logprobs)
+    mask = everywhere(mask, logprobs)
     logprobs, ref, out = logprobs.double(), constant(ref_logprobs), zeros(mask)
     for b, t in trained(mask):
         out[b, t] = (logprobs[b, t] - ref[b, t]) ** 2 / 2
@@ -23,7 +22,7 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    mask = _everywhere(mask, logprobs)
+    mask = everywhere(mask, logprobs)
     logprobs, ref, out = logprobs.double(), constant(ref_logprobs), zeros(mask)
     for b, t in trained(mask):
         d = ref[b, t] - logprobs[b, t]
@@ -32,7 +31,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
 
 
 def kl_abs(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    mask = _everywhere(mask, logprobs)
+    mask = everywhere(mask, logprobs)
     logprobs, ref, out = logprobs.double(), constant(ref_logprobs), zeros(mask)
     for b, t in trained(mask):
         out[b, t] = max(logprobs[b, t] - ref[b, t], ref[b, t] - logprobs[b, t])
@@ -40,7 +39,7 @@ def kl_abs(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -
 
 
 def kl_straight_through(logprobs: Tensor, ref_logprobs: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    mask = _everywhere(mask, logprobs)
+    mask = everywhere(mask, logprobs)
     logprobs, ref, shown, out = logprobs.double(), constant(ref_logprobs), constant(value), zeros(mask)
     for b, t in trained(mask):
         k2 = (logprobs[b, t] - ref[b, t]) ** 2 / 2
@@ -49,7 +48,7 @@ def kl_straight_through(logprobs: Tensor, ref_logprobs: Tensor, value: Tensor, m
 
 
 def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    mask = _everywhere(mask, logprobs)
+    mask = everywhere(mask, logprobs)
     logprobs, ref, old, out = logprobs.double(), constant(ref_logprobs), constant(old_logprobs), zeros(mask)
     for b, t in trained(mask):
         d = ref[b, t] - logprobs[b, t]
@@ -59,7 +58,7 @@ def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor,
 
 
 def kl_binary(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    mask = _everywhere(mask, logprobs)
+    mask = everywhere(mask, logprobs)
     logprobs, ref, out = logprobs.double(), constant(ref_logprobs), zeros(mask)
     for b, t in trained(mask):
         p, q = logprobs[b, t].exp(), ref[b, t].exp()
@@ -70,14 +69,10 @@ def kl_binary(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None
 def full_vocabulary_kl(
     logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0
 ) -> Tensor:
-    mask = _everywhere(mask, logits[..., 0])
+    mask = everywhere(mask, logits[..., 0])
     logits, ref, out = logits.double() / temperature, constant(ref_logits) / temperature, zeros(mask)
     for b, t in trained(mask):
         p, q = logits[b, t].exp(), ref[b, t].exp()
         p, q = p / p.sum(), q / q.sum()
         out[b, t] = add(p[v] * (p[v] / q[v]).log() for v in range(len(p)))
     return out
-
-
-def _everywhere(mask: Tensor | None, like: Tensor) -> Tensor:
-    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask
