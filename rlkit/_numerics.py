@@ -54,6 +54,14 @@ def sequence_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
     return masked(per_token, mask) if advantages.ndim == 2 else at_least_float32(per_token)
 
 
+def dual_clipped(loss: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
+    """The loss, at most `-dual_clip * advantages` where the advantages are below 0."""
+    check.dual_clip(dual_clip)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+
+
 def mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
     """[B, 1]: the mean of each row of x [B, T], which is 0 outside the mask, over its tokens; 0 for a row of none."""
     return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import masked, masked_advantages, masked_log_ratio, masked_ratio
+from rlkit._numerics import dual_clipped, masked, masked_advantages, masked_log_ratio, masked_ratio
 
 
 def clipped_policy_loss(
@@ -41,14 +41,6 @@ def clipped_policy_loss(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return dual_clipped(torch.maximum(unclipped, clipped), advantages, dual_clip)
-
-
-def dual_clipped(loss: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
-    """The loss, at most `-dual_clip * advantages` where the advantages are below 0."""
-    check.dual_clip(dual_clip)
-    if dual_clip is None:
-        return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
 def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkit import _check as check
 from rlkit._numerics import (
+    dual_clipped,
     masked,
     masked_advantages,
     masked_log_ratio,
@@ -19,7 +20,6 @@ from rlkit._numerics import (
 )
 from rlkit.losses.kl import kl_binary
 from rlkit.losses.mismatch import sequence_mean_divergence_mask
-from rlkit.losses.policy import dual_clipped
 
 
 def gspo_loss(

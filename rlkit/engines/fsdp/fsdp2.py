@@ -182,7 +182,6 @@ class Fsdp2Engine(OffloadingEngine):
         self.keep_gradients = keep_gradients
         self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
         self._sampler_dtypes: dict[tuple[str, torch.dtype | None], torch.dtype] = {}  # by name and the sampler's dtype
-
         check_adapters(model)
         self._check_head(trains=optimizer is not None)
         self._make_groups(fsdp_size, tensor, ulysses_sequence_parallel_size)
