@@ -385,14 +385,18 @@ def _only_answer(raw: Row) -> str:
 
 def _one_answer(found: Any, name: str) -> Any:
     """A single answer from a text, a number, or a list with one message of the assistant."""
-    if isinstance(found, list) and len(found) == 1 and found[0].get("role") == "assistant":
-        return _text_if_all(found[0])
-    if isinstance(found, list) and found:
-        got = f"{len(found)} messages, the first of role {found[0].get('role')!r}"
+    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str):
+        return found[0]
+    messages = found if isinstance(found, list) and all(isinstance(x, Mapping) for x in found) else []
+    if len(messages) == 1 and messages[0].get("role") == "assistant":
+        return _text_if_all(messages[0])
+    if messages:
+        got = f"{len(messages)} messages, the first of role {messages[0].get('role')!r}"
         raise ValueError(f"{name}: expected a text or one message of the assistant, got {got}")
     if isinstance(found, bool) or not isinstance(found, str | int | float | np.number):
         raise ValueError(f"{name}: expected a text or one message of the assistant, got {found!r:.80}")
-    return str(found)
+    is_whole = isinstance(found, float) and found.is_integer()  # a column of integers with a gap is one of floats
+    return str(int(found) if is_whole else found)
 
 
 def _text_if_all(answer: Message) -> Any:

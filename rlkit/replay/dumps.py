@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.data import load_task
+from rlkit.data.messages import is_text_alone, text_of
 from rlkit.data.samples import Sample, append_response, prompt_sample
 from rlkit.replay.bundles import Bundle, Draw, bundle_path, write_bundle
 from rlkit.rollout.sampling import model_end_token_ids
@@ -110,13 +111,22 @@ def read_trl(folder: str | Path) -> Iterator[list[Logged]]:
 def _logged_by_trl(row: Mapping[str, Any]) -> Logged:
     parts = [x for name, x in row.items() if name not in NOT_REWARDS and isinstance(x, float)]
     known = [x for x in parts if not math.isnan(x)]
-    answer = row["completion"]
-    text = answer if isinstance(answer, str) else "".join(_text_of(message["content"]) for message in answer)
-    return Logged(row["prompt"], text, sum(known) if known else math.nan)
+    return Logged(row["prompt"], _answer_text(row["completion"]), sum(known) if known else math.nan)
 
 
-def _text_of(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+def _answer_text(completion: Any) -> str:
+    """The text of a completion: a text, or a list with one message of the assistant.
+
+    Raises:
+        ValueError: several turns, calls of tools, or thinking in a field of its own: the text alone is not what was
+            sampled.
+    """
+    if isinstance(completion, str):
+        return completion
+    if len(completion) != 1 or completion[0].get("role") != "assistant" or not is_text_alone(completion[0]):
+        roles = ", ".join(str(message.get("role")) for message in completion)
+        raise ValueError(f"completion: expected one message of the assistant, of text alone, got messages of {roles}")
+    return text_of(completion[0])
 
 
 def convert(

@@ -129,8 +129,9 @@ def choice_letter(text: str, closing_tag: str = THINKING_TAGS[1]) -> str | None:
     """
     text = text.rpartition(closing_tag)[2]
     is_word = r"(?-i:[aiI])[ \t]+\w"
-    letter = rf"[\s*(\[{{]*+(?:\\(?:text|textbf|mathrm|mathbf)\{{)?[\s(]*+(?!{is_word})([A-J])(?![\w'])"
-    marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|:)(?:\*\*)?:?{letter}"
+    opening = r"""(?:[\s*(\[{$"'`“‘]|\\[(\[]|\\(?:text|math)\w*\{|\b(?:option|choice)\b)*+"""
+    letter = rf"{opening}(?!{is_word})([A-J])(?![\w'])"
+    marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|[:：])(?:\*\*)?[:：]?{letter}"
     if matches := list(re.finditer(marked, text, re.IGNORECASE)):
         return next(group for group in matches[-1].groups() if group).upper()
     alone = re.match(r"[\s*(]*([A-J])(?:[\s*).]*$|[).:]\**\s)", text)

@@ -160,7 +160,9 @@ def build_value_engine(
     return recorded(cfg, _built_from_shards(cfg, load_value_model, path, getattr(torch, cfg.dtype), build))
 
 
-def build_scorer(cfg: Any, path: str, processor: Any, *, only_scores: bool = False) -> Any:
+def build_scorer(
+    cfg: Any, path: str, processor: Any, *, only_scores: bool = False, frozen_as_policy: bool = False
+) -> Any:
     """An engine without an optimizer. It computes log-probabilities of a reference policy or a teacher.
 
     As in `build_engine`, they are those of the sampling distribution.
@@ -171,12 +173,16 @@ def build_scorer(cfg: Any, path: str, processor: Any, *, only_scores: bool = Fal
     Args:
         only_scores: the weights are not sent to a sampler. With fsdp2 they are then cast to `compute_dtype` once, so
             that a float32 model, too, takes half the memory.
+        frozen_as_policy: freeze what the policy does, before FSDP wraps it. The layers of a frozen tower are no units,
+            so FSDP does not cast their inputs; in a reference it would, and the log-probabilities would differ.
     """
 
     def build(model: Any) -> Any:
         options = scoring_options(cfg, model, processor)
         if cfg.engine == "fsdp2":
             options["only_scores"] = only_scores
+        if frozen_as_policy:
+            freeze_parts(cfg, model)
         engine = make_engine(cfg.engine, "language_model", model=model, **options)
         if cfg.engine == "fsdp2":  # which takes weights of several dtypes, as ERNIE's are, if none of them is trained
             engine.module.requires_grad_(False)
@@ -225,7 +231,7 @@ def build_reference(cfg: TrainingOptions, path: str, processor: Any, engine: Any
     With LoRA it is the trained model with its adapters disabled. Otherwise it is a second engine.
     """
     if not cfg.lora_rank:
-        scorer = build_scorer(cfg, path, processor, only_scores=True)
+        scorer = build_scorer(cfg, path, processor, only_scores=True, frozen_as_policy=True)
         return lambda batch: scorer.infer_batch(batch)["logprobs"]
 
     def without_adapter(batch: Batch) -> Tensor:
@@ -411,15 +417,20 @@ def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
         if cfg.quantize_base:
             quantize_base(model)
+    freeze_parts(cfg, model)
+    if head:
+        model.get_output_embeddings().requires_grad_(True)
+    return model
+
+
+def freeze_parts(cfg: AdapterOptions, model: Any) -> None:
+    """Freeze the towers and weights that the options name."""
     if cfg.freeze_vision_tower:
         freeze(model, vision_tower_pattern(model))
     if cfg.freeze_audio_tower:
         freeze(model, audio_tower_pattern(model))
     if cfg.freeze:
         freeze(model, cfg.freeze)
-    if head:
-        model.get_output_embeddings().requires_grad_(True)
-    return model
 
 
 def shared_options(cfg: EngineOptions, processor: Any, config: Any) -> dict[str, Any]:

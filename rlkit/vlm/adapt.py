@@ -14,6 +14,7 @@ from rlkit.vlm.families import ENCODERS_WITHOUT_CONFIG, recurrent_layers
 from rlkit.vlm.nf4 import Nf4Linear, weight_counts
 
 # configurations from which modules read probabilities of dropout in each forward
+ROUTER_NOISE = {"jitter_noise", "input_jitter_noise", "moe_jitter_eps"}  # attributes
 READ_IN_EACH_FORWARD = frozenset(
     {"BltLocalEncoderConfig", "BltLocalDecoderConfig", "BltGlobalTransformerConfig", "FalconConfig", "GPTNeoConfig"}
 )
@@ -136,12 +137,13 @@ def freeze(model: nn.Module, pattern: str) -> list[str]:
 
 
 def disable_dropout(model: nn.Module) -> list[str]:
-    """Set every probability of dropout in a model to 0, as TRL's option of that name does.
+    """Set every probability of dropout in a model to 0, as TRL's option of that name does, and all noise of routers.
 
     A policy with dropout is another one in training than in sampling: its ratio and KL are noise. `nn.Dropout` modules
     and the attributes from which transformers' layers read a probability (`attention_dropout`, `drop_prob`,
-    `layerdrop`) are changed. The model's configuration, and so an export, keeps its values, except in Falcon, BLT and
-    GPT-Neo, which read it in each forward.
+    `layerdrop`) or the noise on a router's input are changed. Phi-MoE's routers, which draw experts at random in
+    training mode, stay in evaluation mode. The model's configuration, and so an export, keeps its values, except in
+    Falcon, BLT and GPT-Neo, which read it in each forward.
 
     Returns:
         The names of the probabilities that were not 0.
@@ -151,10 +153,17 @@ def disable_dropout(model: nn.Module) -> list[str]:
         config = getattr(module, "config", None)
         for owner in [module, *([config] if type(config).__name__ in READ_IN_EACH_FORWARD else [])]:
             for name, value in vars(owner).items():
-                if isinstance(value, float) and value and (isinstance(module, nn.Dropout) or "drop" in name):
+                is_noise = isinstance(module, nn.Dropout) or "drop" in name or name in ROUTER_NOISE
+                if isinstance(value, float) and value and is_noise:
                     setattr(owner, name, 0.0)
                     changed.append(f"{path}.{name}")
+        if type(module).__name__ == "PhimoeTopKRouter":
+            module.register_forward_pre_hook(_in_evaluation_mode)
     return changed
+
+
+def _in_evaluation_mode(module: nn.Module, _: Any) -> None:
+    module.eval()
 
 
 def _top_module(name: str) -> str:

@@ -50,7 +50,10 @@ def load_image(source: Any) -> Image.Image:
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """The image turned as its EXIF data say, in 8 bits a channel. This decodes a file that has been opened."""
+    """The image turned as its EXIF data say, on white where it is transparent, in 8 bits a channel.
+
+    This decodes a file that has been opened.
+    """
     width, height = image.size
     if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
         raise ValueError(f"expected at most {Image.MAX_IMAGE_PIXELS} pixels, got {width}x{height}")
@@ -59,6 +62,9 @@ def _as_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray((np.asarray(image) // 257).astype("uint8"))
     if image.mode in ("I", "F"):
         raise ValueError(f"expected 8 or 16 bits a channel, got pixels of mode {image.mode!r}")
+    if image.has_transparency_data:  # on white, as vLLM: hidden pixels are often black, as are figures drawn over them
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
     return image.convert("RGB")
 
 

@@ -28,6 +28,7 @@ def encode_observation(
     tools: Any = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     thinking_tags: tuple[str, str] = THINKING_TAGS,
+    answer_prefix: str = "",
     ended_by: int | None = None,
 ) -> Sample:
     """The tokens between one assistant turn and the next: an environment's message, and the start of the next turn.
@@ -42,6 +43,8 @@ def encode_observation(
         images: of the reply.
         tools, chat_template_kwargs: as for `render`.
         thinking_tags: what begins and ends thinking.
+        answer_prefix: the beginning of the next turn. The row of the result says whether it opens thinking:
+            `thinking_opened`.
         ended_by: the last sampled token of the assistant's turn; by default the template's end token.
 
     Raises:
@@ -55,6 +58,7 @@ def encode_observation(
     added = _text_after_answer(processor, messages, reply, options, thinking_tags, template)
     if missing := missing_text(processor, added, [reply], thinking_tags, name="observation"):
         raise ValueError(f"{template}: {missing}")
+    added += answer_prefix
     sample = encode_text(processor, added, images)
     ending = [*takewhile(tokenizer.added_tokens_decoder.__contains__, sample.token_ids)]
     if not ending:
@@ -63,7 +67,8 @@ def encode_observation(
     last = ending[0] if ended_by is None else ended_by
     sampled = ending.index(last) + 1 if last in ending else 0
     rest = {name: getattr(sample, name)[sampled:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
-    return replace(sample, **rest)
+    opened = added.rstrip().endswith(thinking_tags[0].rstrip())
+    return replace(sample, row={"thinking_opened": opened}, **rest)
 
 
 def _text_after_answer(

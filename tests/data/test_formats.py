@@ -210,6 +210,14 @@ def test_chats():
 
 
 @pytest.mark.parametrize(
+    ("answer", "completion"), [(3.0, "3"), (3.5, "3.5"), (3, "3"), (["3"], "3"), (np.float64(-2), "-2"), ("3.0", "3.0")]
+)
+def test_numbers_and_lists_of_one_as_answers_to_imitate(answer, completion):
+    """pandas makes a column of integers with a gap one of floats; ChartQA has its answers in lists."""
+    assert chat_row({"question": "Q", "answer": answer})["completion"] == completion
+
+
+@pytest.mark.parametrize(
     ("raw", "error"),
     [
         ({"messages": [user("Q")]}, "answer: expected a text or one message of the assistant, got None"),
@@ -218,6 +226,10 @@ def test_chats():
         (
             {"question": "Q", "answer": {"text": "a"}},
             "answer: expected a text or one message of the assistant, got {'text': 'a'}",
+        ),
+        (
+            {"question": "Q", "answer": ["3", "4"]},
+            "answer: expected a text or one message of the assistant, got ['3', '4']",
         ),
         ({"question": "Q", "answer": True}, "answer: expected a text or one message of the assistant, got True"),
         (

@@ -16,7 +16,8 @@ from rlkit.engines.fsdp.sharded_loading import fully_read_parameters
 from rlkit.engines.fsdp.sharding import make_device_mesh
 from rlkit.engines.fsdp.value_engine import Fsdp2ValueEngine
 from rlkit.engines.value_head import load_value_model, with_value_head
-from rlkit.runs import TrainingOptions, build_scorer
+from rlkit.runs import TrainingOptions, build_reference, build_scorer
+from rlkit.runs.models import trained_part
 from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -157,6 +158,18 @@ def test_a_reference_of_bfloat16_files_scores_as_the_policy_in_float32(family, t
             assert 0 < (found - expected).abs().max() < 0.05
         else:
             assert torch.equal(found, expected) and expected.any()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v", "qwen3_vl"])
+def test_a_reference_is_the_policy_also_with_a_frozen_tower(family, tmp_path):
+    """To the bit in bfloat16, before the first step; frozen layers of a tower get their inputs in float32."""
+    test_families.vision_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
+    batch = test_families.rows(family)[0]
+    cfg = TrainingOptions(model=str(tmp_path), freeze_vision_tower=True, compute_dtype="bfloat16")
+    policy = trained_part(cfg, load_model(str(tmp_path)))
+    engine = make_engine("fsdp2", model=policy, device="cpu", compute_dtype=torch.bfloat16)
+    reference = build_reference(cfg, str(tmp_path), None, engine)
+    assert torch.equal(reference(batch), engine.infer_batch(batch)["logprobs"]) and reference(batch).any()
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])

@@ -105,6 +105,24 @@ def test_a_dump_of_trl(tmp_path, tokenizer, task, conversation):
 
 
 @pytest.mark.parametrize(
+    "turns",
+    [
+        [("assistant", "311", {}), ("tool", "999", {}), ("assistant", "113", {})],
+        [("assistant", "113", {"reasoning_content": "sort 1 1 3"})],
+        [("assistant", None, {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]})],
+        [("tool", "999", {})],
+    ],
+)
+def test_answers_of_trl_that_are_more_than_a_text_are_refused(tmp_path, turns):
+    """Output of tools would be trained on, and thinking and calls, which were sampled, would not."""
+    completion = [{"role": role, "content": content} | more for role, content, more in turns]
+    table = pyarrow.Table.from_pylist([{"prompt": "Sort 311", "completion": completion, "exact": 1.0}])
+    pyarrow.parquet.write_table(table, tmp_path / "completions_00001.parquet")
+    with pytest.raises(ValueError, match="completion: expected one message of the assistant, of text alone, got"):
+        list(read_trl(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("content", "said"),
     [
         (None, r"dump .*: expected verl's files 1.jsonl, 2.jsonl, ..., got none"),

@@ -151,6 +151,7 @@ def test_multiple_choice():
     assert multiple_choice("The answer is (C).", {"answer": "(c)"}) == 1
     assert multiple_choice("The answer is (B).", {"answer": "C"}) == 0
     assert multiple_choice("I cannot say", {"answer": "C"}) == 0
+    assert multiple_choice("One might say the answer is A, but that is wrong.\n\nAnswer: $C$", {"answer": "A"}) == 0
     assert multiple_choice("C", {"answer": None}) is None
     with pytest.raises(ValueError, match="row 3: answer: expected a letter from A to J, got 2"):
         multiple_choice("C", {"answer": 2, "where": "row 3"})
@@ -180,6 +181,23 @@ def test_multiple_choice():
 )  # fmt: skip
 def test_numeric_match(text, answer, tolerance, expected):
     assert numeric_match(**tolerance)(text, {"answer": answer}) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is $B$.", "Answer: $B$", r"\boxed{$B$}", r"\boxed{\textrm{B}}", r"\boxed{\textit{B}}",
+        r"\boxed{\text{Option B}}", "The correct answer is option B.", r"the answer is \(B\)", 'The answer is "B"',
+        "answer is `B`", "Answer：B", "The answer is **Choice (B)**",
+    ],
+)  # fmt: skip
+def test_a_letter_in_dollars_quotes_and_words(text):
+    assert choice_letter(text) == "B"
+
+
+@pytest.mark.parametrize("text", ["The answer is optional.", "the answer is 'Because'"])
+def test_what_looks_like_a_letter(text):
+    assert choice_letter(text) is None
 
 
 def test_numeric_match_leaves_out_thinking_in_the_tags_of_the_row():

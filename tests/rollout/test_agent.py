@@ -15,7 +15,7 @@ from rlkit.data import append_response, collate, prompt_sample
 from rlkit.data.messages import message
 from rlkit.data.samples import append_observation, check_sample
 from rlkit.engines import make_engine
-from rlkit.rewards import score
+from rlkit.rewards import exact_match, score, without_thinking
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.agent import Observation, ScriptedRollout, run_episodes
 from rlkit.vlm import decode, encode_observation, encode_prompt, load_model, load_processor, suppressed_token_ids
@@ -441,6 +441,23 @@ def test_each_episode_has_its_own_sampling_parameters(processor):
     with pytest.raises(ValueError, match="row 2: expected room for a turn of max_new_tokens 31"):
         room = max(len(request.token_ids) for request in ask(processor, 3)) + 30
         run_episodes(scripted, ask(processor, 3), how, step, processor=processor, max_tokens=room)
+
+
+def test_every_turn_begins_with_the_answer_prefix(processor):
+    """As the first one does, so that its thinking is told from its answer: the reward is that of the last turn."""
+    row = {"question": "2 + 2?", "answer": "4", "answer_prefix": "<think>\n"}
+    turns = iter(["I call.</think>\ncalc(2+2)", "It is 4.</think>4"])
+    replies = iter([Observation("4"), None])
+    request = encode_prompt(processor, row)
+    (sample,) = run_episodes(
+        ScriptedRollout(processor, lambda sample: next(turns)), [request], Sampling(40), lambda sample: next(replies),
+        processor=processor,
+    )  # fmt: skip
+    assert sample.row["thinking_opened"] and decode(processor, sample.token_ids).count("<think>\n") == 2
+    assert score([sample], without_thinking(exact_match)).tolist() == [1.0]
+    in_prefix = sample.token_ids[len(request.token_ids) :], sample.mask[len(request.token_ids) :]
+    trained = [token for token, is_trained in zip(*in_prefix, strict=True) if is_trained]
+    assert "<think>" not in decode(processor, trained)
 
 
 def test_chat_templates_that_change_earlier_turns_are_refused(processor):

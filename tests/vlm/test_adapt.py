@@ -93,6 +93,19 @@ def test_disable_dropout(family, options, count):
     assert [getattr(model.config, name) for name in options] == [0.5] * len(options)  # what an export says
 
 
+def test_routers_choose_the_same_experts_in_training():
+    """Phi-MoE draws among experts with scores close to the best; input noise is an option of its and of others."""
+    config = {**TEXT["phimoe"], "router_jitter_noise": 0.3, "input_jitter_noise": 0.1}
+    model = test_families.text_model("phimoe", config, "sdpa")
+    ids = torch.arange(3, 15)[None]
+    expected = model(ids).logits
+    model.train()
+    assert (model(ids).logits - expected).abs().max() > 1e-4
+    disable_dropout(model)
+    for _ in range(3):
+        torch.testing.assert_close(model.train()(ids).logits, expected)
+
+
 FALCON = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
 DROPOUTS = {"attention_dropout": 0.5, "hidden_dropout": 0.5, "resid_dropout": 0.5, "embed_dropout": 0.5}
 

@@ -165,8 +165,21 @@ def test_every_mode_becomes_rgb(mode):
 
 def test_palette_with_transparency():
     source = Image.new("P", (4, 4))
-    source.putpalette([10, 20, 30] + [0] * 765)
-    assert load_image(saved(source, "PNG", transparency=0)).getpixel((1, 1)) == (10, 20, 30)
+    source.putpalette([10, 20, 30, 40, 50, 60] + [0] * 762)
+    source.putpixel((0, 0), 1)
+    came = load_image(saved(source, "PNG", transparency=0))
+    assert came.getpixel((1, 1)) == (255, 255, 255) and came.getpixel((0, 0)) == (40, 50, 60)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_a_transparent_background_is_white(mode):
+    """A black figure on it stays visible; the colour of transparent pixels is nearly always black."""
+    figure = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    figure.paste((0, 0, 0, 255), (2, 2, 6, 6))
+    came = np.asarray(load_image(saved(figure.convert(mode))))
+    assert (came[3, 3] == 0).all() and (came[0, 0] == 255).all() and came.shape == (8, 8, 3)
+    half = Image.new("RGBA", (1, 1), (200, 0, 0, 128))
+    assert np.abs(np.asarray(load_image(half)).astype(int) - [227, 127, 127]).max() <= 1
 
 
 def test_sixteen_bit_greyscale_is_scaled_not_saturated():
