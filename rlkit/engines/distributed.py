@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -59,7 +60,13 @@ def make_model_parallel_group(data_parallel_rank: int, data_parallel_size: int) 
         return None
     data_parallel_ranks = gather_objects(data_parallel_rank)
     members = [[rank for rank, x in enumerate(data_parallel_ranks) if x == i] for i in range(data_parallel_size)]
-    return [dist.new_group(ranks, timeout=TIMEOUT) for ranks in members][data_parallel_rank]
+    return _make_groups(dist.group.WORLD, tuple(map(tuple, members)))[data_parallel_rank]
+
+
+@cache
+def _make_groups(world: dist.ProcessGroup, members: tuple[tuple[int, ...], ...]) -> list[dist.ProcessGroup]:
+    """A group of each of these ranks, shared by all engines of the process, as each costs connections and memory."""
+    return [dist.new_group(ranks, timeout=TIMEOUT) for ranks in members]
 
 
 def gather_objects(x: T, group: dist.ProcessGroup | None = None) -> list[T]:

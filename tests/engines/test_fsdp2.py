@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -804,3 +805,12 @@ def test_pixel_values_in_the_dtype_of_the_computation_change_nothing(tiny_dir, p
         assert answer.vision["image_grid_thw"].dtype == torch.long
         found.append(engine.infer_batch(collate([answer]))["logprobs"])
     assert torch.equal(*found) and found[0].any()
+
+
+def test_engines_share_their_process_groups(tiny_dir):
+    """Three engines, as PPO has, would otherwise have three sets of connections, and of memory on a GPU."""
+    groups = []
+    for _ in range(2):
+        make_engine("fsdp2", model=load_model(tiny_dir), device="cpu", fsdp_size=1)
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+    assert groups[0] == groups[1]

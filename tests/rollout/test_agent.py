@@ -454,7 +454,7 @@ def test_every_turn_begins_with_the_answer_prefix(processor):
         processor=processor,
     )  # fmt: skip
     assert sample.row["thinking_opened"] and decode(processor, sample.token_ids).count("<think>\n") == 2
-    assert score([sample], without_thinking(exact_match)).tolist() == [1.0]
+    assert score(without_thinking(exact_match), [sample]).tolist() == [1.0]
     in_prefix = sample.token_ids[len(request.token_ids) :], sample.mask[len(request.token_ids) :]
     trained = [token for token, is_trained in zip(*in_prefix, strict=True) if is_trained]
     assert "<think>" not in decode(processor, trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,11 +32,17 @@ def make_device_mesh(device: torch.device, fsdp_size: int | None, tensor: int) -
     if fsdp_size is not None and tensor > 1:
         raise ValueError(f"fsdp_size: expected None with tensor={tensor}, got {fsdp_size}")
     if tensor > 1:
-        return set_timeouts(init_device_mesh(device.type, (world // tensor, tensor), mesh_dim_names=("dp_shard", "tp")))
+        return _make_mesh(dist.group.WORLD, device.type, (world // tensor, tensor), ("dp_shard", "tp"))
     if fsdp_size is not None:
         shape = (world // fsdp_size, fsdp_size)
-        return set_timeouts(init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard")))
+        return _make_mesh(dist.group.WORLD, device.type, shape, ("dp_replicate", "dp_shard"))
     return init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
+
+
+@cache
+def _make_mesh(world: dist.ProcessGroup, kind: str, shape: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
+    """Shared by all engines of the process, because each group costs connections, and memory on a GPU."""
+    return set_timeouts(init_device_mesh(kind, shape, mesh_dim_names=names))
 
 
 def unsplit_modules(base: Any) -> list[nn.Module]:
