@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +15,12 @@ import numpy as np
 from rlkit.data.fingerprints import table_fingerprint
 from rlkit.data.formats import (
     ANSWER_COLUMNS,
+    AUDIO_COLUMNS,
     CHAT_COLUMNS,
+    IMAGE_COLUMNS,
     PROMPT_COLUMNS,
+    QUESTION_COLUMNS,
+    VIDEO_COLUMNS,
     chat_row,
     check_columns,
     pair_row,
@@ -222,11 +228,31 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
 
     files = [file] if file.suffix in FILE_SUFFIXES else ()
     read_all = cache(partial(table_fingerprint, table))
-    rows = Rows(row, np.arange(len(table)), files=files, table_fingerprint=read_all)
+    rows = Rows(row, np.arange(len(table)), _prompt_ids(table), files, read_all)
     first = [rows[i] for i in range(min(20, len(rows)))]
     if first and all("unreadable" in one for one in first):
         raise ValueError(f"{first[0]['where']}: {first[0]['unreadable']}")
     return rows
+
+
+def _prompt_ids(table: Any) -> np.ndarray:
+    """For each row the number of the first row with the same prompt. Rows of a table with media all count as different.
+
+    Data sets have several rows for a prompt: DAPO's file has each problem a hundred times, and preferences have several
+    answers. Linear time.
+    """
+    columns = columns_of(table)
+    texts = [name for name in (*QUESTION_COLUMNS, "instruction") if name in columns]
+    if not texts or not {*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS}.isdisjoint(columns):
+        return np.arange(len(table))
+    texts += [name for name in ("input",) if name in columns]  # of an instruction
+    ids: list[int] = []
+    first: dict[bytes, int] = {}
+    for i, row in enumerate(table if isinstance(table, list) else table.select_columns(texts)):
+        prompt = [row.get(name) for name in texts]
+        key = blake2b(json.dumps(prompt, default=str).encode(), digest_size=16).digest()
+        ids.append(first.setdefault(key, i) if any(prompt) else i)
+    return np.array(ids)
 
 
 def _read(kind: Kind, raw: Row) -> Row:
@@ -253,8 +279,8 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
     - a file (`heldout.jsonl`) or a split of the data set (`validation`). All other rows are trained on.
     - `all`, for evaluation: every row of a file, or of all splits.
     - a share of the training rows (`0.1`): at least one row, the same rows in every run. Both rows that `load_unpaired`
-      makes of a pair are held out, or neither. So are all copies of a row that a mixture repeats; one copy of it is
-      then among the held-out rows.
+      makes of a pair are held out, or neither. So are all rows with the same prompt, unless they have images, videos or
+      audios, and all copies of a row that a mixture repeats; one copy of it is then among the held-out rows.
 
     Args:
         task: from `load`, or from a function of yours.

@@ -29,8 +29,8 @@ class Rows(Sequence[Row]):
     Args:
         read: row number -> the row with this number in the table.
         numbers: int [n], the row number of each of these rows. A row that is repeated has the same number each time.
-        source_ids: int [n]; rows that were made of the same row, such as both answers of a preference pair, have the
-            same id. By default all differ.
+        source_ids: int [n]; rows that are held out together have the same id: rows that were made of the same row, such
+            as both answers of a preference pair, and rows with the same prompt. By default all differ.
         files: that the rows were read from, where known.
         table_fingerprint: returns a fingerprint of all that `read` reads.
     """
@@ -114,7 +114,7 @@ def concatenate(tables: Sequence[Sequence[Row]]) -> Rows:
 
 
 def first_of_sources(rows: Sequence[Row]) -> list[int]:
-    """The index of the first of the rows that were made of each row, such as a preference pair, in order."""
+    """The index of the first of the rows of each source, such as a preference pair or a prompt, in order."""
     return _first_places(as_rows(rows).source_ids).tolist()
 
 
@@ -124,10 +124,15 @@ def _first_places(ids: np.ndarray) -> np.ndarray:
 
 
 def split_heldout(rows: Rows) -> tuple[Rows, Rows]:
-    """Splits rows into (training, held-out): a tenth is held out, at least 1 and at most 300; of a single row none."""
+    """Splits rows into (training, held-out): a tenth is held out, at least 1 and at most 300; of a single row none.
+
+    Of several rows of one source, such as rows with the same prompt, one is held out, and none of them is trained on.
+    """
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))
-    held = min(300, max(1, len(rows) // 10), max(0, len(rows) - 1))
-    return rows[order[held:]], rows[order[:held]]
+    sources = rows.source_ids[order]
+    first = _first_places(sources)
+    held = first[: min(300, max(1, len(first) // 10), max(0, len(first) - 1))]
+    return rows[order[~np.isin(sources, sources[held])]], rows[order[held]]
 
 
 def read_table(path: Path) -> Any:

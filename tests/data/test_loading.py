@@ -1,6 +1,7 @@
 """Tasks of files and data sets: chats, pairs and marked answers, and what is made of a task that has none."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from rlkit.data import (
     with_heldout,
 )
 from rlkit.data.formats import task_row
+from rlkit.data.tables import HELD_OUT_SEED
 from rlkit.rewards.rules import exact_match
 from rlkit.vlm import encode_prompt, load_processor
 
@@ -104,6 +106,40 @@ def test_both_answers_of_a_pair_are_held_out(tmp_path):
     for rows in (task.heldout, with_heldout(task, "all").heldout):  # one of the two is the first of its pair
         first = [rows[i]["question"] for i in first_of_sources(rows)]
         assert len(first) == len(rows) / 2 and set(first) == {row["question"] for row in rows}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_prompt_is_held_out_or_trained_on_but_never_both(tmp_path, suffix):
+    """DAPO's file has each problem a hundred times, preferences have several answers to a prompt."""
+    rows = [{"question": f"Q{i % 40}", "answer": str(i % 40), "chosen": f"a{i}", "rejected": "b"} for i in range(200)]
+    path = write(tmp_path / f"rows.{suffix}", rows)
+    if suffix == "parquet":
+        import datasets
+
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    for load, heldout in product((load_task, load_pairs), ("", "0.1")):
+        task = with_heldout(load(path), heldout, load) if heldout else load(path)
+        held, trained = ({row["question"] for row in part} for part in (task.heldout, task.train))
+        assert len(held) == 4 and len(trained) == 36 and not held & trained
+        assert len(task.heldout) == (20 if heldout else 4) and len(task.train) == 180
+
+
+def test_different_prompts_are_split_row_by_row(tmp_path):
+    """Also rows with the same question about other images, and rows without a question."""
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(30)
+    for name, rows in {
+        "texts": [{"question": f"Q{i}", "answer": str(i)} for i in range(30)],
+        "images": [{"question": "Which digit?", "image": f"{i}.png", "answer": str(i)} for i in range(30)],
+        "chats": [
+            {"messages": [{"role": "user", "content": f"Q{i}"}], "input": "", "answer": str(i)} for i in range(30)
+        ],
+        "nulls": [
+            {"messages": [{"role": "user", "content": "Q"}], "question": None, "answer": str(i)} for i in range(30)
+        ],
+    }.items():
+        task = load_task(write(tmp_path / f"{name}.jsonl", rows))
+        assert [int(row["answer"]) for row in task.heldout] == order[:3].tolist()
+        assert [int(row["answer"]) for row in task.train] == order[3:].tolist()
 
 
 def test_a_task_without_pairs_gets_wrong_answers():

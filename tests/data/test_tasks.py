@@ -171,7 +171,7 @@ def test_a_tenth_is_held_out_and_a_changed_file_is_read_anew(tmp_path):
         task.train[52]
     write_jsonl(tmp_path / "t.jsonl", rows[:3])
     assert len(load_task(name).train) == 2
-    big = load_task(write_jsonl(tmp_path / "big.jsonl", [{"question": "q", "answer": "a"}] * 3200))
+    big = load_task(write_jsonl(tmp_path / "big.jsonl", [{"question": f"q{i}", "answer": "a"} for i in range(3200)]))
     assert (len(big.train), len(big.heldout)) == (2900, 300)
 
 
