@@ -203,7 +203,8 @@ def _observe(
     if last and isinstance(result, Observation):
         return replace(sample, finish_reason="turns")
     try:
-        longer = append_observation(sample, _encode_observation(processor, sample, result, role))
+        observation = _encode_observation(processor, sample, result, role)
+        longer = append_observation(sample, observation)
     except Exception as error:  # errors of the tool do not end the run
         failures.add(error, f"{sample_name(sample)}, turn {sample.text[:80]!r}")
         if on_failure is None:
@@ -221,7 +222,7 @@ def _observe(
     if len(longer.token_ids) > token_limit:
         return replace(sample, finish_reason="length")
     sample.row["messages"].append(message(role, result.text, len(result.images)))
-    return replace(longer, finish_reason="")
+    return replace(longer, finish_reason="", row={**sample.row, **observation.row})
 
 
 def _encode_observation(processor: Any, sample: Sample, result: Any, role: str) -> Sample:
@@ -237,6 +238,7 @@ def _encode_observation(processor: Any, sample: Sample, result: Any, role: str) 
         message(role, result.text, len(images)),
         images,
         thinking_tags=thinking_tags_of(row),
+        answer_prefix=row.get("answer_prefix") or "",
         ended_by=sample.token_ids[-1],
         **template_options(row),
     )

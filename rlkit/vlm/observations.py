@@ -11,7 +11,7 @@ from PIL import Image
 
 from rlkit.data.messages import Message
 from rlkit.data.samples import Sample
-from rlkit.data.thinking_tags import THINKING_TAGS
+from rlkit.data.thinking_tags import THINKING_TAGS, opens_thinking
 from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.missing_text import missing_text
 from rlkit.vlm.rendering import ANSWER, render_unchecked
@@ -28,6 +28,7 @@ def encode_observation(
     tools: Any = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     thinking_tags: tuple[str, str] = THINKING_TAGS,
+    answer_prefix: str = "",
     ended_by: int | None = None,
 ) -> Sample:
     """The tokens between one assistant turn and the next: an environment's message, and the start of the next turn.
@@ -42,7 +43,11 @@ def encode_observation(
         images: of the reply.
         tools, chat_template_kwargs: as for `render`.
         thinking_tags: what begins and ends thinking.
+        answer_prefix: the beginning of the next turn, which the policy does not sample.
         ended_by: the last sampled token of the assistant's turn; by default the template's end token.
+
+    Returns:
+        A sample without a response. `thinking_opened` in its row says whether the next turn begins with thinking.
 
     Raises:
         ValueError: the template rewrites earlier turns when a message follows (some remove thoughts), so the sampled
@@ -55,6 +60,7 @@ def encode_observation(
     added = _text_after_answer(processor, messages, reply, options, thinking_tags, template)
     if missing := missing_text(processor, added, [reply], thinking_tags, name="observation"):
         raise ValueError(f"{template}: {missing}")
+    added += answer_prefix
     sample = encode_text(processor, added, images)
     ending = [*takewhile(tokenizer.added_tokens_decoder.__contains__, sample.token_ids)]
     if not ending:
@@ -63,7 +69,7 @@ def encode_observation(
     last = ending[0] if ended_by is None else ended_by
     sampled = ending.index(last) + 1 if last in ending else 0
     rest = {name: getattr(sample, name)[sampled:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
-    return replace(sample, **rest)
+    return replace(sample, row={"thinking_opened": opens_thinking(added, thinking_tags)}, **rest)
 
 
 def _text_after_answer(

@@ -15,7 +15,7 @@ from rlkit.data import append_response, collate, prompt_sample
 from rlkit.data.messages import message
 from rlkit.data.samples import append_observation, check_sample
 from rlkit.engines import make_engine
-from rlkit.rewards import score
+from rlkit.rewards import score, without_thinking
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.agent import Observation, ScriptedRollout, run_episodes
 from rlkit.vlm import decode, encode_observation, encode_prompt, load_model, load_processor, suppressed_token_ids
@@ -274,6 +274,48 @@ def test_an_environment_with_its_own_reward(processor):
     assert samples[2].row["state"] is not samples[3].row["state"] and "state" not in rows[1]
     said = [m["content"] for m in samples[2].row["messages"]]
     assert said == ["A number from 0 to 7?", "4", "lower", "2", "lower", "1"]
+
+
+def test_every_turn_begins_with_the_answer_prefix(processor):
+    """So a turn of thinking that the prompt opens is judged as the first one is."""
+    row = {"question": "2 + 2?", "answer": "4", "answer_prefix": "<think>\n"}
+
+    def play(last):
+        turns, replies = iter(["I call it.</think>calc(2+2)", last]), iter([Observation("4"), None])
+        return run_episodes(
+            ScriptedRollout(processor, lambda sample: next(turns)), [encode_prompt(processor, row)], Sampling(64),
+            lambda sample: next(replies), processor=processor,
+        )  # fmt: skip
+
+    reward = without_thinking(lambda text, row: float(text.strip() == row["answer"]))
+    (finished,), (unfinished,) = play("So it is.</think>4"), play("4")
+    assert processor.tokenizer.decode(finished.token_ids) == (
+        "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\nI call it.</think>calc(2+2)<|im_end|>\n"
+        "<|im_start|>user\n4<|im_end|>\n<|im_start|>assistant\n<think>\nSo it is.</think>4<|im_end|>"
+    )
+    assert processor.tokenizer.decode(finished.response_ids) == (
+        "I call it.</think>calc(2+2)<|im_end|>So it is.</think>4<|im_end|>"
+    )
+    assert score(reward, [finished, unfinished]).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("opened", [1, 3])
+def test_a_template_may_open_the_thinking_of_some_turns(processor, monkeypatch, opened):
+    """Each turn is judged by the end of the text before it, and one that gets no further keeps what it began with."""
+    opens = "{% if messages|length == " + str(opened) + " %}<think>\n{% endif %}{% endif %}"
+    monkeypatch.setattr(processor, "chat_template", processor.chat_template.removesuffix("{% endif %}") + opens)
+    request = encode_prompt(processor, {"question": "2 + 2?", "answer": "4"})
+
+    def play(**limits):
+        (sample,) = run_episodes(
+            ScriptedRollout(processor, lambda sample: "4"), [request], Sampling(8), endless, processor=processor,
+            **limits,
+        )  # fmt: skip
+        return sample.finish_reason, score(without_thinking(lambda text, row: float(text == "4")), [sample]).item()
+
+    assert play(max_turns=1) == ("turns", 0 if opened == 1 else 1)
+    assert play(max_response_tokens=9) == ("length", 0 if opened == 1 else 1)  # no room for a second turn
+    assert play(max_turns=2) == ("turns", 0 if opened == 3 else 1)
 
 
 # --- tools that fail
