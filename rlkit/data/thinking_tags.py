@@ -18,3 +18,8 @@ def thinking_tags_of(row: Row) -> tuple[str, str]:
     if len(tags) != 2 or not all(isinstance(tag, str) and tag.strip() for tag in tags) or tags[0] == tags[1]:
         raise ValueError(f"thinking_tags: expected two different texts, got {tags!r}")
     return tags[0], tags[1]
+
+
+def opens_thinking(prompt: str, tags: tuple[str, str] = THINKING_TAGS) -> bool:
+    """Whether a prompt ends with the tag that begins thinking, so that the answer begins with thinking."""
+    return prompt.rstrip().endswith(tags[0].rstrip())

@@ -222,8 +222,7 @@ def _observe(
     if len(longer.token_ids) > token_limit:
         return replace(sample, finish_reason="length")
     sample.row["messages"].append(message(role, result.text, len(result.images)))
-    row = {**longer.row, "thinking_opened": observation.row["thinking_opened"]}
-    return replace(longer, row=row, finish_reason="")
+    return replace(longer, finish_reason="", row={**sample.row, **observation.row})
 
 
 def _encode_observation(processor: Any, sample: Sample, result: Any, role: str) -> Sample:

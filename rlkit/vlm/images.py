@@ -22,6 +22,8 @@ DECODING_SECONDS = 10.0  # of processor time
 def load_image(source: Any) -> Image.Image:
     """An RGB image from a path, bytes, a PIL image, a data URL, or the {"bytes", "path"} struct of Hugging Face sets.
 
+    Transparent pixels become white, as in vLLM.
+
     A data URL is a text that holds the image: "data:image/png;base64,...". A path must be that of a regular file: a
     pipe or a device is not opened. Images of more than `PIL.Image.MAX_IMAGE_PIXELS` pixels are not decoded. Decoding
     takes at most `DECODING_SECONDS`, except for formats that Pillow decodes in one call (TIFF, JPEG 2000, WebP, AVIF):
@@ -50,10 +52,7 @@ def load_image(source: Any) -> Image.Image:
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """The image turned as its EXIF data say, on white where it is transparent, in 8 bits a channel.
-
-    This decodes a file that has been opened.
-    """
+    """The image turned as its EXIF data say, on white, in 8 bits a channel. This decodes an opened file."""
     width, height = image.size
     if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
         raise ValueError(f"expected at most {Image.MAX_IMAGE_PIXELS} pixels, got {width}x{height}")
@@ -62,9 +61,9 @@ def _as_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray((np.asarray(image) // 257).astype("uint8"))
     if image.mode in ("I", "F"):
         raise ValueError(f"expected 8 or 16 bits a channel, got pixels of mode {image.mode!r}")
-    if image.has_transparency_data:  # on white, as vLLM: hidden pixels are often black, as are figures drawn over them
-        rgba = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+    if image.has_transparency_data:  # convert("RGB") would show the colour of transparent pixels, which is often black
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from rlkit.data.messages import Message
 from rlkit.data.samples import Sample
-from rlkit.data.thinking_tags import THINKING_TAGS
+from rlkit.data.thinking_tags import THINKING_TAGS, opens_thinking
 from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.missing_text import missing_text
 from rlkit.vlm.rendering import ANSWER, render_unchecked
@@ -43,9 +43,11 @@ def encode_observation(
         images: of the reply.
         tools, chat_template_kwargs: as for `render`.
         thinking_tags: what begins and ends thinking.
-        answer_prefix: the beginning of the next turn. The row of the result says whether it opens thinking:
-            `thinking_opened`.
+        answer_prefix: the beginning of the next turn, which the policy does not sample.
         ended_by: the last sampled token of the assistant's turn; by default the template's end token.
+
+    Returns:
+        A sample without a response. `thinking_opened` in its row says whether the next turn begins with thinking.
 
     Raises:
         ValueError: the template rewrites earlier turns when a message follows (some remove thoughts), so the sampled
@@ -67,8 +69,7 @@ def encode_observation(
     last = ending[0] if ended_by is None else ended_by
     sampled = ending.index(last) + 1 if last in ending else 0
     rest = {name: getattr(sample, name)[sampled:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
-    opened = added.rstrip().endswith(thinking_tags[0].rstrip())
-    return replace(sample, row={"thinking_opened": opened}, **rest)
+    return replace(sample, row={"thinking_opened": opens_thinking(added, thinking_tags)}, **rest)
 
 
 def _text_after_answer(

@@ -10,7 +10,7 @@ import torch
 
 from rlkit.data.messages import prompt_of
 from rlkit.data.samples import Row, Sample, prompt_sample
-from rlkit.data.thinking_tags import thinking_tags_of
+from rlkit.data.thinking_tags import opens_thinking, thinking_tags_of
 from rlkit.vlm.audios import load_audios
 from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.images import load_image
@@ -54,7 +54,7 @@ def encode_prompt(
         options = {"thinking_tags": thinking_tags_of(row), **template_options(row)}
         text = render(processor, messages, add_generation_prompt=True, **options)
         text += row.get("answer_prefix") or ""
-        thinking_opened = text.rstrip().endswith(thinking_tags_of(row)[0].rstrip())
+        thinking_opened = opens_thinking(text, thinking_tags_of(row))
         sample = encode_text(processor, text, images, videos, audios)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error

@@ -1,8 +1,12 @@
-"""Run by `test_servers.py` on two ranks: one update that succeeds, and one that fails on rank 0 alone.
+"""Run by `test_servers.py` on two ranks.
 
-Rank 1 gets an answer that was continued with the new weights before it knows that all servers have them.
+With one server: one update that succeeds, and one that fails on rank 0 alone. Rank 1 gets an answer that was continued
+with the new weights before it knows that all servers have them.
 
-on_server_ranks.py MODEL URL
+With two servers: each rank prints which of them are excluded during and after three updates. At the beginning of the
+first one rank 0 does not reach the second server, and before the third one that server has lost its weights.
+
+on_server_ranks.py MODEL URL[,URL]
 """
 
 import sys
@@ -15,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from forked_ranks import fork_ranks  # noqa: E402
 
 from rlkit.rollout import make_rollout  # noqa: E402
+from rlkit.rollout.servers.pool import ServerUnavailable  # noqa: E402
 from rlkit.vlm import load_processor  # noqa: E402
 
 
@@ -26,9 +31,45 @@ def gathered(count):
         yield f"w{i}", whole
 
 
-def on_rank(model, url):
+def on_rank(model, urls):
     dist.init_process_group("gloo")
-    rollout = make_rollout("vllm_server", model=model, processor=load_processor(model), urls=url)
+    rollout = make_rollout("vllm_server", model=model, processor=load_processor(model), urls=urls)
+    if len(rollout.pool.servers) == 1:
+        update_and_fail(rollout)
+    else:
+        update_some(rollout)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def update_some(rollout):
+    seen, second = [], rollout.pool.servers[1]
+    request = rollout.pool.request
+
+    def note():
+        seen.append([server.url for server in rollout.pool.servers if server.failure] == [second.url])
+
+    def gathered_in_between():
+        yield from gathered(2)
+        note()
+        yield from gathered(1)
+
+    async def silent(server, *rest, **options):
+        if server is second:
+            raise ServerUnavailable("busy")
+        return await request(server, *rest, **options)
+
+    for update in range(3):
+        if dist.get_rank() == 0:
+            rollout.pool.request = silent if update == 0 else request
+            if update == 2:
+                rollout.pool.run(request(second, "POST", "/finish_weight_update", {"weight_version": "default"}))
+        rollout.update_weights(gathered_in_between())
+        note()
+    sys.stdout.write(f"{dist.get_rank()} {seen}\n")
+
+
+def update_and_fail(rollout):
 
     def gathered_then_answered():
         yield from gathered(3)
@@ -49,11 +90,9 @@ def on_rank(model, url):
     except RuntimeError as error:
         said = f"{dist.get_rank()} {version} {next(iterator, None) is None} {error}\n"
         sys.stdout.write(said)  # at once: the ranks share a pipe, and print writes word by word
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    model, url = sys.argv[1:]
+    model, urls = sys.argv[1:]
     load_processor(model)  # imports what the ranks need
-    fork_ranks(on_rank, 2, model, url)
+    fork_ranks(on_rank, 2, model, urls)

@@ -15,7 +15,7 @@ from rlkit.data import append_response, collate, prompt_sample
 from rlkit.data.messages import message
 from rlkit.data.samples import append_observation, check_sample
 from rlkit.engines import make_engine
-from rlkit.rewards import exact_match, score, without_thinking
+from rlkit.rewards import score, without_thinking
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.agent import Observation, ScriptedRollout, run_episodes
 from rlkit.vlm import decode, encode_observation, encode_prompt, load_model, load_processor, suppressed_token_ids
@@ -276,6 +276,48 @@ def test_an_environment_with_its_own_reward(processor):
     assert said == ["A number from 0 to 7?", "4", "lower", "2", "lower", "1"]
 
 
+def test_every_turn_begins_with_the_answer_prefix(processor):
+    """So a turn of thinking that the prompt opens is judged as the first one is."""
+    row = {"question": "2 + 2?", "answer": "4", "answer_prefix": "<think>\n"}
+
+    def play(last):
+        turns, replies = iter(["I call it.</think>calc(2+2)", last]), iter([Observation("4"), None])
+        return run_episodes(
+            ScriptedRollout(processor, lambda sample: next(turns)), [encode_prompt(processor, row)], Sampling(64),
+            lambda sample: next(replies), processor=processor,
+        )  # fmt: skip
+
+    reward = without_thinking(lambda text, row: float(text.strip() == row["answer"]))
+    (finished,), (unfinished,) = play("So it is.</think>4"), play("4")
+    assert processor.tokenizer.decode(finished.token_ids) == (
+        "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\nI call it.</think>calc(2+2)<|im_end|>\n"
+        "<|im_start|>user\n4<|im_end|>\n<|im_start|>assistant\n<think>\nSo it is.</think>4<|im_end|>"
+    )
+    assert processor.tokenizer.decode(finished.response_ids) == (
+        "I call it.</think>calc(2+2)<|im_end|>So it is.</think>4<|im_end|>"
+    )
+    assert score(reward, [finished, unfinished]).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("opened", [1, 3])
+def test_a_template_may_open_the_thinking_of_some_turns(processor, monkeypatch, opened):
+    """Each turn is judged by the end of the text before it, and one that gets no further keeps what it began with."""
+    opens = "{% if messages|length == " + str(opened) + " %}<think>\n{% endif %}{% endif %}"
+    monkeypatch.setattr(processor, "chat_template", processor.chat_template.removesuffix("{% endif %}") + opens)
+    request = encode_prompt(processor, {"question": "2 + 2?", "answer": "4"})
+
+    def play(**limits):
+        (sample,) = run_episodes(
+            ScriptedRollout(processor, lambda sample: "4"), [request], Sampling(8), endless, processor=processor,
+            **limits,
+        )  # fmt: skip
+        return sample.finish_reason, score(without_thinking(lambda text, row: float(text == "4")), [sample]).item()
+
+    assert play(max_turns=1) == ("turns", 0 if opened == 1 else 1)
+    assert play(max_response_tokens=9) == ("length", 0 if opened == 1 else 1)  # no room for a second turn
+    assert play(max_turns=2) == ("turns", 0 if opened == 3 else 1)
+
+
 # --- tools that fail
 
 
@@ -441,23 +483,6 @@ def test_each_episode_has_its_own_sampling_parameters(processor):
     with pytest.raises(ValueError, match="row 2: expected room for a turn of max_new_tokens 31"):
         room = max(len(request.token_ids) for request in ask(processor, 3)) + 30
         run_episodes(scripted, ask(processor, 3), how, step, processor=processor, max_tokens=room)
-
-
-def test_every_turn_begins_with_the_answer_prefix(processor):
-    """As the first one does, so that its thinking is told from its answer: the reward is that of the last turn."""
-    row = {"question": "2 + 2?", "answer": "4", "answer_prefix": "<think>\n"}
-    turns = iter(["I call.</think>\ncalc(2+2)", "It is 4.</think>4"])
-    replies = iter([Observation("4"), None])
-    request = encode_prompt(processor, row)
-    (sample,) = run_episodes(
-        ScriptedRollout(processor, lambda sample: next(turns)), [request], Sampling(40), lambda sample: next(replies),
-        processor=processor,
-    )  # fmt: skip
-    assert sample.row["thinking_opened"] and decode(processor, sample.token_ids).count("<think>\n") == 2
-    assert score(without_thinking(exact_match), [sample]).tolist() == [1.0]
-    in_prefix = sample.token_ids[len(request.token_ids) :], sample.mask[len(request.token_ids) :]
-    trained = [token for token, is_trained in zip(*in_prefix, strict=True) if is_trained]
-    assert "<think>" not in decode(processor, trained)
 
 
 def test_chat_templates_that_change_earlier_turns_are_refused(processor):

@@ -456,13 +456,63 @@ def test_a_server_comes_back_with_the_next_weights(connect, caplog):
         rollout, requests = connect(a, b), prompts(6)
         rollout.update_weights(iter(weights()))
         check(rollout.generate(requests, SAMPLING, n=1), requests, 1)
-        rollout.update_weights(iter(weights(2.0)))  # to the one that is left
-        assert arrived(a, weights(2.0))
+        for scale in (2.0, 3.0):
+            rollout.update_weights(iter(weights(scale)))  # to the one that is left
+            assert arrived(a, weights(scale)) and a.calls["/init_weight_transfer_engine"] == 2  # one group for both
         b.come_back()
-        rollout.update_weights(iter(weights(3.0)))
-        assert arrived(a, weights(3.0)) and arrived(b, weights(3.0)) and a.version == b.version == "3"
+
+        def broken():
+            yield from weights()
+            raise RuntimeError("no memory")
+
+        with pytest.raises(RuntimeError, match="update_weights: no memory"):
+            rollout.update_weights(broken())
+        assert rollout.pool.servers[1].failure and b.order[-1] == "/finish_weight_update"  # it can begin another
+        rollout.update_weights(iter(weights(4.0)))
+        assert arrived(a, weights(4.0)) and arrived(b, weights(4.0)) and a.version == b.version == "4"
         assert f"{b.url} is available again" in caplog.text
         check(rollout.generate(requests, SAMPLING, n=2), requests, 2)
+
+
+def test_a_server_that_comes_back_gets_no_requests_before_the_weights(connect):
+    """Those that wait for room would be sampled with the weights that it loaded itself, while it joins the group."""
+    with VllmStandin() as a, VllmStandin(faults=["die"]) as b:
+        rollout, requests, join = connect(a, b, max_sequences=2), prompts(8), VllmStandin._init
+        rollout.update_weights(iter(weights()))
+        check(rollout.generate(requests, SAMPLING), requests, 1)
+        b.bodies.clear()
+        a.answered.clear()
+        a.holds = lambda *_: not b.calls["/init_weight_transfer_engine"] == 2
+
+        async def join_later(request):
+            while not b.bodies and len(a.answered) < 8:
+                await asyncio.sleep(0.002)
+            return await join(b, request)
+
+        b._init = join_later
+        b.come_back()
+        future = rollout.submit(requests, SAMPLING, 1)
+        until(lambda: a.now == 2)
+        rollout.update_weights(iter(weights(2.0)))
+        assert not b.bodies
+        check(future.result(100), requests, 1)
+        assert {s.version for s in rollout.generate(requests, SAMPLING)} == {2} and b.bodies
+
+
+def test_a_server_that_restarted_unnoticed_gets_the_next_weights(connect, caplog):
+    """No request was under way, so only its weight version tells that the process group has lost it."""
+    caplog.set_level(logging.WARNING)
+    with VllmStandin() as a, VllmStandin() as b:
+        rollout = connect(a, b)
+        rollout.update_weights(iter(weights()))
+        b.die()
+        b.come_back()
+        rollout.update_weights(iter(weights(2.0)))
+        assert arrived(a, weights(2.0)) and arrived(b, weights(2.0)) and a.version == b.version == "2"
+        assert f"{b.url} is excluded: expected weight version 1, got 0" in caplog.text
+        check(rollout.generate(prompts(4), SAMPLING), prompts(4), 1)
+        rollout.update_weights(iter(weights(3.0)))
+        assert a.calls["/init_weight_transfer_engine"] == 2  # a second group, and no third
 
 
 def test_an_update_ends_with_the_servers_that_it_began_with(connect, caplog):
@@ -590,17 +640,30 @@ def test_images_that_attend_to_later_tokens_are_refused_by_servers_on_a_cpu(conn
                 rollout.generate([request], SAMPLING)
 
 
+def on_two_ranks(*arguments):
+    """The lines that on_server_ranks.py prints."""
+    script = str(Path(__file__).with_name("on_server_ranks.py"))
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(done.stdout.split("\n"))[1:]
+
+
 def test_ranks_agree(tiny_dir):
     """Rank 0 sends while both ranks gather; a failure on rank 0 is raised on both."""
     with VllmStandin() as a:
-        script = str(Path(__file__).with_name("on_server_ranks.py"))
-        done = subprocess.run([sys.executable, script, tiny_dir, a.url], capture_output=True, text=True, timeout=1000)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert sorted(done.stdout.split("\n"))[1:] == [
+        assert on_two_ranks(tiny_dir, a.url) == [
             "0 1 True update_weights: sent on purpose",
             "1 1 True rank 0: expected a reply from the servers, got an error; see the message of rank 0",
         ]
         assert a.version == "1" and a.calls["/update_weights"] == 1
+
+
+def test_all_ranks_exclude_the_servers_that_rank_0_excludes(tiny_dir):
+    """From the beginning of an update, as their requests may wait for a server with room."""
+    with VllmStandin() as a, VllmStandin() as b:
+        excluded = [True, True, True, False, True, False]  # during and after each of three updates
+        assert on_two_ranks(tiny_dir, f"{a.url},{b.url}") == [f"{rank} {excluded}" for rank in range(2)]
+        assert a.version == b.version == "3" and b.calls["/resume"] == a.calls["/resume"] - 1
 
 
 def test_images_are_sent_once_per_prompt_without_loss(connect, processor):

@@ -145,6 +145,17 @@ def test_a_group_is_made_again_after_one_was_lost(connect, caplog):
         assert {s.version for s in rollout.generate([prompt_sample([10])], SAMPLING, n=2)} == {4}
 
 
+def test_a_server_that_restarted_unnoticed_gets_the_next_weights(connect, caplog):
+    with SglangStandin() as a, SglangStandin() as b:
+        rollout = connect(a, b)
+        rollout.update_weights(iter(WEIGHTS))
+        b.die()
+        b.come_back()
+        rollout.update_weights(iter(WEIGHTS))
+        assert set(b.weights) == {name for name, _ in WEIGHTS} and a.version == b.version == "2"
+        assert f"{b.url} is excluded: expected weight version 1, got 0" in caplog.text
+
+
 ROUTES = [
     "/init_weights_update_group", "/pause_generation", "/update_weights_from_distributed", "/flush_cache",
     "/update_weight_version", "/continue_generation",

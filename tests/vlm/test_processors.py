@@ -163,23 +163,39 @@ def test_every_mode_becomes_rgb(mode):
     assert came.mode == "RGB" and came.size == (6, 4) and min(came.getpixel((2, 2))) > 250
 
 
-def test_palette_with_transparency():
-    source = Image.new("P", (4, 4))
-    source.putpalette([10, 20, 30, 40, 50, 60] + [0] * 762)
-    source.putpixel((0, 0), 1)
-    came = load_image(saved(source, "PNG", transparency=0))
-    assert came.getpixel((1, 1)) == (255, 255, 255) and came.getpixel((0, 0)) == (40, 50, 60)
+@pytest.mark.parametrize(
+    ("mode", "clear", "kind"),
+    [
+        ("RGBA", (0, 0, 0, 0), "PNG"),
+        ("RGBA", (0, 0, 0, 0), "WEBP"),
+        ("RGBA", (0, 0, 0, 0), "TIFF"),
+        ("LA", (0, 0), "PNG"),
+        ("L", 0, "PNG"),
+        ("RGB", (1, 2, 3), "PNG"),
+        ("P", 0, "PNG"),
+        ("P", 0, "GIF"),
+    ],
+)
+def test_transparent_pixels_are_white(mode, clear, kind):
+    """As vLLM draws them. The colour of a transparent pixel is nearly always black, as that of the drawing."""
+    source = Image.new(mode, (4, 4), clear)
+    if mode == "P":
+        source.putpalette([10, 20, 30, 40, 50, 60])
+    drawn = {"RGBA": (10, 20, 30, 255), "LA": (40, 255), "L": 40, "RGB": (10, 20, 30), "P": 1}[mode]
+    source.putpixel((2, 1), drawn)
+    options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
+    if mode in ("L", "RGB", "P"):
+        options["transparency"] = clear
+    came = np.asarray(load_image(saved(source, kind, **options)))
+    expected = np.full((4, 4, 3), 255)
+    expected[1, 2] = {"L": 40, "LA": 40, "P": (40, 50, 60)}.get(mode, (10, 20, 30))
+    assert np.array_equal(came, expected)
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_a_transparent_background_is_white(mode):
-    """A black figure on it stays visible; the colour of transparent pixels is nearly always black."""
-    figure = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
-    figure.paste((0, 0, 0, 255), (2, 2, 6, 6))
-    came = np.asarray(load_image(saved(figure.convert(mode))))
-    assert (came[3, 3] == 0).all() and (came[0, 0] == 255).all() and came.shape == (8, 8, 3)
-    half = Image.new("RGBA", (1, 1), (200, 0, 0, 128))
-    assert np.abs(np.asarray(load_image(half)).astype(int) - [227, 127, 127]).max() <= 1
+def test_half_transparent_pixels_are_mixed_with_white():
+    for source in (Image.new("RGBA", (4, 4), (100, 0, 255, 51)), Image.new("LA", (4, 4), (100, 51))):
+        expected = [round(0.2 * colour + 0.8 * 255) for colour in source.convert("RGBA").getpixel((0, 0))[:3]]
+        assert np.abs(np.asarray(load_image(source)) - np.array(expected)).max() <= 1
 
 
 def test_sixteen_bit_greyscale_is_scaled_not_saturated():

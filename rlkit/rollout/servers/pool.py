@@ -151,9 +151,26 @@ class ServerPool:
         """
         if available := [server for server in self.servers if not server.failure]:
             return available
+        raise self.none_responds()
+
+    def none_responds(self) -> RuntimeError:
+        """The error if all servers are excluded."""
         failures = "; ".join(f"{server.url}: {server.failure}" for server in self.servers)
         message = f"servers: expected at least one that responds, got none ({failures}). {self.start_hint}"
-        raise RuntimeError(message.strip())
+        return RuntimeError(message.strip())
+
+    def exclude(self, server: Server, failure: str) -> None:
+        """Send no more jobs to a server."""
+        if not server.failure:
+            log.warning("%s is excluded: %s", server.url, failure)
+            server.failure_count += 1
+        server.failure = failure
+
+    def readmit(self, server: Server) -> None:
+        """Send jobs to a server again. An excluded one may have missed weights, so it has to receive them before."""
+        if server.failure:
+            log.warning("%s is available again", server.url)
+            server.failure = ""
 
     async def request(
         self, server: Server, method: str, path: str, body: Json | bytes | None = None, *, timeout: float | None = None
@@ -197,25 +214,14 @@ class ServerPool:
         """Send the same request to these servers at once; the first error is raised."""
         return await asyncio.gather(*(self.request(server, method, path, body) for server in servers))
 
-    async def check_health(self, server: Server, *, readmit: bool = False) -> bool:
-        """Whether a server is available. One that does not respond is excluded from now on.
-
-        Args:
-            readmit: make an excluded server that responds available again. It may have missed weights, so this is for
-                the beginning of a weight update.
-        """
+    async def check_health(self, server: Server) -> bool:
+        """Whether a server responds. One that does not is excluded from now on."""
         try:
             await self.request(server, "GET", self.health_path, timeout=10)
         except (ServerUnavailable, RequestRejected) as error:
-            if not server.failure:
-                log.warning("%s is excluded: %s", server.url, error)
-                server.failure_count += 1
-            server.failure = str(error)
-        else:
-            if server.failure and readmit:
-                log.warning("%s is available again", server.url)
-                server.failure = ""
-        return not server.failure
+            self.exclude(server, str(error))
+            return False
+        return True
 
     async def wait_until_up(self, server: Server, timeout: float) -> None:
         """Wait until a server responds.
@@ -269,7 +275,7 @@ class ServerPool:
                 async with self._sequences_finished:
                     self.load.add(server.url, -size)
                     self._sequences_finished.notify_all()
-            if await self.check_health(server):
+            if await self.check_health(server) and not server.failure:
                 log.warning("%s; attempt %d of %d", failure, i + 1, self.attempts)
                 await asyncio.sleep(self.backoff * 2**i)
         message = f"servers: expected a response within {self.attempts} attempts, got none; the last: {failure}."

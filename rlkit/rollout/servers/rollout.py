@@ -78,6 +78,7 @@ class ServerRollout(ABC):
     join_path: ClassVar[str]
     start_hint: ClassVar[str]
     health_path: ClassVar[str] = "/health"
+    version_path: ClassVar[str] = "/weight_info"  # its response has the `weight_version`
     accepted_media: ClassVar[tuple[str, ...]] = ("image",)  # kinds of rlkit.data.messages.MEDIA that the servers take
 
     def __init__(
@@ -305,7 +306,7 @@ class ServerRollout(ABC):
         """Send (HF name, full tensor) of every parameter to all servers. All ranks iterate together, and rank 0 sends.
 
         Requests in flight are paused and continue with the new weights. KV caches of the old weights are discarded. A
-        restarted server becomes available again.
+        restarted server becomes available again when it has the weights.
 
         Raises:
             RuntimeError: a server did not receive the weights. The servers stay paused until another call succeeds.
@@ -315,6 +316,7 @@ class ServerRollout(ABC):
     def _update(self, name: str, weights: Weights, send: Callable[[Weights], None]) -> None:
         _raise_on_all_ranks(None)  # a barrier: all ranks have finished sampling with the old weights
         weights, error, self.update_failed = iter(weights), None, True
+        self._choose_receivers()
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 send(weights)
@@ -326,12 +328,12 @@ class ServerRollout(ABC):
         for _ in weights:  # gathering is a collective, so every rank iterates to the end
             pass
         _raise_on_all_ranks(error)
-        self._exclude_as_rank_0()
         self.update_failed = self.asleep = False
         self.version = self.sent_version = self.version + 1
+        for server in self.receivers:
+            self.pool.readmit(server)
 
     def _send_weights(self, weights: Weights) -> None:
-        self._choose_receivers()
         group = self._connected_group()
         self._begin_update()
         try:
@@ -381,7 +383,7 @@ class ServerRollout(ABC):
         return join_info
 
     async def _abort_update_everywhere(self) -> None:
-        await asyncio.gather(*(self._abort_update(server) for server in self.receivers if not server.failure))
+        await asyncio.gather(*(self._abort_update(server) for server in self.receivers))
 
     def _post_all(self, path: str, body: dict[str, Any] | bytes | None = None) -> list[Any]:
         return self.pool.run(self.pool.request_all(self.receivers, "POST", path, body))
@@ -418,23 +420,47 @@ class ServerRollout(ABC):
     # --- servers
 
     def _choose_receivers(self) -> None:
-        """Choose the servers of a weight update: all that respond, also those that were excluded before."""
+        """Choose the servers of a weight update: all that respond to rank 0, also those that were excluded before.
 
-        async def check_all() -> None:
-            await asyncio.gather(*(self.pool.check_health(server, readmit=True) for server in self.pool.servers))
+        Until the update has succeeded, all ranks exclude every server that rank 0 excludes.
+        """
+        responds = torch.zeros(len(self.pool.servers), dtype=torch.bool)
+        available = torch.zeros(len(self.pool.servers), dtype=torch.bool)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            responds = torch.tensor(self.pool.run(self._check_all()))
+            available = torch.tensor([not server.failure for server in self.pool.servers])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(responds, 0)
+            dist.broadcast(available, 0)
+        for server, ok in zip(self.pool.servers, available.tolist(), strict=True):
+            if not ok and not server.failure:
+                self.pool.exclude(server, "rank 0 excluded it from a weight update")
+        self.receivers = [server for server, ok in zip(self.pool.servers, responds.tolist(), strict=True) if ok]
+        if not self.receivers:
+            raise self.pool.none_responds()
 
-        self.pool.run(check_all())
-        self.receivers = self.pool.available
+    async def _check_all(self) -> list[bool]:
+        """Whether each server responds. Those that do not, or that have lost their weights, are excluded."""
 
-    def _exclude_as_rank_0(self) -> None:
-        """On the other ranks, make the servers available that rank 0 has sent weights, and exclude the rest."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        async def check(server: Server) -> bool:
+            if not await self.pool.check_health(server):
+                return False
+            if not server.failure:
+                await self._check_weight_version(server)
+            return True
+
+        return await asyncio.gather(*(check(server) for server in self.pool.servers))
+
+    async def _check_weight_version(self, server: Server) -> None:
+        try:
+            info = await self.pool.request(server, "GET", self.version_path)
+        except (ServerUnavailable, RequestRejected) as error:
+            self.pool.exclude(server, str(error))
             return
-        received = torch.tensor([int(not server.failure) for server in self.pool.servers])
-        dist.broadcast(received, 0)
-        if dist.get_rank():
-            for server, ok in zip(self.pool.servers, received.tolist(), strict=True):
-                server.failure = "" if ok else server.failure or "rank 0 excluded it from a weight update"
+        version = version_number(info["weight_version"])
+        if version not in (self.version, self.sent_version):  # the latter if the last update failed
+            failure = f"expected weight version {self.version}, got {version}: was the server restarted?"
+            self.pool.exclude(server, failure)
 
     async def _wait_until_up(self, timeout: float) -> None:
         async def wait_for(server: Server) -> None:
@@ -469,9 +495,9 @@ class ServerRollout(ABC):
             ) from error
 
     def _claim(self) -> None:
-        """Claim the servers on rank 0, which sends the weights."""
+        """Claim the receivers on rank 0, which sends the weights."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            claim_servers([server.url for server in self.pool.servers if not server.failure])
+            claim_servers([server.url for server in self.receivers])
 
 
 def _raise_on_all_ranks(error: Exception | None) -> None:

@@ -120,6 +120,7 @@ class SglangRollout(ServerRollout):
     }
     join_path = "/init_weights_update_group"
     health_path = "/model_info"  # /health samples a token, which a paused or sleeping server cannot do
+    version_path = "/model_info"
     start_hint = "Start servers with: python -m sglang.launch_server --model-path MODEL --port PORT"
 
     def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:

@@ -147,7 +147,6 @@ class VllmServerRollout(ServerRollout):
 
     def _send_adapter(self, config: Any, weights: Weights) -> None:
         file = serialize_adapter(config, weights)
-        self._choose_receivers()
         self._pause(ADAPTER_NAME)
         try:
             self._post_all(ADAPTER_ROUTE, file)
