@@ -26,6 +26,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import takewhile
 from typing import Any
 
 from rlkit.data.messages import message, prompt_of
@@ -37,6 +38,7 @@ from rlkit.rollout.sampling import OnFinished, Sampling, sample_name, sampling_p
 from rlkit.rollout.shared_rows import call_on_one_rank
 from rlkit.vlm.images import load_image
 from rlkit.vlm.observations import encode_observation
+from rlkit.vlm.processors import decode
 from rlkit.vlm.rendering import OBSERVATION, template_options
 
 GRACE_SECONDS = 10.0  # after its timeout, until a step that blocks the event loop is abandoned
@@ -84,9 +86,10 @@ def run_episodes(
         sampling: of each turn, for all requests or one for each; `max_new_tokens` is the longest turn.
         step: a sample -> an Observation, or None to end the episode. It finds the turn in `sample.text`, all images so
             far in `sample.images`, and in `sample.row` the data row, `messages` (the chat including this turn; the
-            first `prompt_messages` of them are the prompt) and `state` (a dict of this episode). Rewards later get the
-            same row and the text of the last turn. A step that is not async runs in a thread. Of ranks that share rows,
-            one has the state of an episode: it calls the steps, whose observations all ranks get, and the reward.
+            first `prompt_messages` of them are the prompt), `raw_text` (the turn with its special tokens, such as
+            markers of tool calls, except the one that ended it) and `state` (a dict of this episode). Rewards later get
+            the same row and the text of the last turn. A step that is not async runs in a thread. Of ranks that share
+            rows, one has the state of an episode: it calls the steps, whose observations all ranks get, and the reward.
         processor: the model's, for its chat template and its images.
         max_turns: most turns of the policy.
         max_tokens: longest sequence, images expanded, e.g. the model's context. A turn begins only if all of its
@@ -123,6 +126,7 @@ def run_episodes(
     for turn in range(1, max_turns + 1):
         for i in running:
             samples[i].row["messages"].append(message("assistant", samples[i].text))
+            samples[i] = replace(samples[i], row={**samples[i].row, "raw_text": _raw_text(processor, samples[i])})
         running = [i for i in running if samples[i].finish_reason == "stop"]
         results = call_on_one_rank(
             rollout, call_steps_in_time, [samples[i] for i in running], [i // n for i in running]
@@ -178,6 +182,16 @@ def _with_chat(sample: Sample) -> Sample:
     """The sample with a row of its own, which also holds the chat and the state of the episode."""
     chat = prompt_of(sample.row)[0]
     return replace(sample, row={**sample.row, "messages": chat, "prompt_messages": len(chat), "state": {}})
+
+
+def _raw_text(processor: Any, sample: Sample) -> str:
+    """The text of the last turn with its special tokens, except the one that ended it."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    turn = list(takewhile(lambda pair: pair[1], zip(reversed(sample.token_ids), reversed(sample.mask), strict=True)))
+    ids = [token for token, _ in reversed(turn)]
+    if ids and sample.finish_reason == "stop" and not tokenizer.decode(ids[-1:], skip_special_tokens=True):
+        ids.pop()
+    return tokenizer.decode(ids)
 
 
 def _observe(
@@ -293,17 +307,19 @@ class ScriptedRollout:
     """
 
     def __init__(self, processor: Any, write: Callable[[Sample], str]) -> None:
-        self.tokenizer, self.write = getattr(processor, "tokenizer", processor), write
+        self.processor, self.write = processor, write
 
     def generate(self, requests: Sequence[Sample], sampling: Sampling | Sequence[Sampling], n: int = 1) -> list[Sample]:
         """n samples for each request, cut at `sampling.max_new_tokens`; their logprobs are 0."""
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
         samples = []
         for request, params in zip(requests, sampling_per_request(sampling, requests), strict=True):
             for i in range(n):
                 numbered = replace(request, number=request.number * n + i)
-                text = self.write(numbered)
-                ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+                ids = tokenizer(self.write(numbered), add_special_tokens=False)["input_ids"]
+                ids = [*ids, tokenizer.eos_token_id]
                 kept = ids[: params.max_new_tokens]
+                text = decode(self.processor, kept, thinking_tags_of(request.row))
                 finish_reason = "stop" if kept == ids else "length"
                 samples.append(
                     append_response(numbered, kept, [0.0] * len(kept), text=text, finish_reason=finish_reason)

@@ -318,6 +318,43 @@ def test_a_template_may_open_the_thinking_of_some_turns(processor, monkeypatch, 
     assert play(max_turns=2) == ("turns", 0 if opened == 3 else 1)
 
 
+@pytest.mark.parametrize("last", ["<|im_end|>", "<|call|>", "!"])
+def test_a_step_sees_special_tokens_of_the_turn(tiny_dir, last):
+    """A model marks its calls with them, and `sample.text` is without them. The token that ends a turn is no marker."""
+    own = load_processor(tiny_dir)
+    own.tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|call|>"]})
+    stop = own.tokenizer.convert_tokens_to_ids(last)
+
+    class Calls:
+        def generate(self, requests, sampling, n=1):
+            text = "[TOOL_CALLS]add[ARGS]{1}" if len(seen) == 0 else "four"
+            ids = [*own.tokenizer(text, add_special_tokens=False)["input_ids"], *[stop] * (len(seen) < 2)]
+            reason = "stop" if len(seen) < 2 else "length"
+            return [
+                append_response(r, ids, [-0.5] * len(ids), text=decode(own, ids), finish_reason=reason)
+                for r in requests
+            ]
+
+    def step(sample):
+        seen.append((sample.text, sample.row["raw_text"]))
+        return Observation("4")
+
+    seen, end = [], "!" if last == "!" else ""
+    (sample,) = run_episodes(
+        Calls(), [encode_prompt(own, {"question": "2 + 2?"})], Sampling(64), step, processor=own, max_turns=3
+    )
+    assert seen == [("add{1}" + end, "[TOOL_CALLS]add[ARGS]{1}" + end), ("four" + end, "four" + end)]
+    assert (sample.finish_reason, sample.row["raw_text"]) == ("length", "four")  # which the reward sees
+
+
+def test_a_scripted_turn_has_the_text_of_a_sampled_one(tiny_dir):
+    own = load_processor(tiny_dir)
+    own.tokenizer.add_special_tokens({"additional_special_tokens": ["[CALL]", "[THINK]", "[/THINK]"]})
+    request = encode_prompt(own, {"question": "2 + 2?", "thinking_tags": ("[THINK]", "[/THINK]")})
+    scripted = ScriptedRollout(own, lambda sample: "[THINK]hm[/THINK][CALL]add")
+    assert scripted.generate([request], Sampling(64))[0].text == "[THINK]hm[/THINK]add"
+
+
 # --- tools that fail
 
 
