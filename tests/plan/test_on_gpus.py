@@ -3,6 +3,7 @@
 The published configuration of Qwen2.5-VL-3B, with the tiny model's tokenizer. It takes 8 GB of disk.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -40,11 +41,26 @@ def write_3b(tiny_dir, path):
     torch.cuda.empty_cache()
 
 
-def planned_peak(printed):
-    """GiB of the larger of the two training phases."""
-    sums = [line.split("|")[-2] for line in printed.splitlines() if line.startswith(("| forward", "| optimizer"))]
-    assert len(sums) == 2, printed
-    return max(map(float, sums))
+PHASES = {  # of a run: those of the plan that are in it
+    "train": ("reference", "forward and backward", "optimizer step"),
+    "weight_sync": ("weight sync",),
+    "generate": ("generate",),
+}
+OF_VLLM = ("sampler's weights", "sampler's cache")  # which `memory/<phase>` leaves out
+
+
+def planned_peaks(phases):
+    """GiB of each phase of a run.
+
+    Args:
+        phases: bytes by phase of the plan and kind.
+    """
+
+    def gib(name):
+        return sum(size for kind, size in phases[name].items() if kind not in OF_VLLM) / 2**30
+
+    assert {name for names in PHASES.values() for name in names} == phases.keys() - {"load"}
+    return {phase: max(map(gib, names)) for phase, names in PHASES.items()}
 
 
 def test_three_steps_take_what_was_planned(tiny_dir, tmp_path):
@@ -60,10 +76,14 @@ def test_three_steps_take_what_was_planned(tiny_dir, tmp_path):
     ]  # fmt: skip
     plan = [sys.executable, "-m", "rlkit.plan", str(HERE.parents[1] / "recipes" / "grpo_vlm.py"), "--gpu", gpu]
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30  # may be less than the data sheet's
-    command = [*plan, "--gpu_memory", str(memory), "--image_tokens", str(image_tokens), *map(str, options)]
+    command = [*plan, "--gpu_memory", str(memory), "--image_tokens", str(image_tokens), "--json"]
+    command += map(str, options)
     env = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     run("grpo_vlm", *options, "--task", "helpers:seen_shortly", "--steps", 3, "--out", tmp_path / "out", ranks=1)
-    taken = max(row["memory/train"] for row in rows(tmp_path / "out"))
-    assert taken == pytest.approx(planned_peak(done.stdout), rel=0.1)
+    planned = planned_peaks(json.loads(done.stdout.splitlines()[-1])["phases"])
+    steps = rows(tmp_path / "out")
+    taken = {phase: max(row.get(f"memory/{phase}", 0.0) for row in steps) for phase in planned}
+    print({phase: f"{planned[phase]:.2f} GiB planned, {taken[phase]:.2f} taken" for phase in planned})
+    assert taken == pytest.approx(planned, rel=0.1)
