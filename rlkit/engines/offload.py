@@ -25,12 +25,12 @@ class Offloaded:
     them. Host memory is pinned if the device is a GPU, and is reused by the next `unload`. The copies lie end to end in
     blocks of `BLOCK_BYTES`: an allocation for each tensor would take up to twice the memory.
 
-    On a GPU `unload` does not wait for its copies: they run in a stream of their own beside what the host and the GPU
-    do next. torch's allocator gives the memory of a tensor to nobody before its copy has ended, and waits for that in
-    `torch.cuda.empty_cache`, which a sampler calls before it allocates.
+    On a GPU `unload` and `start_loading` do not wait for their copies: these run in a stream of their own beside what
+    the host and the GPU do next. torch's allocator gives the memory of a tensor to nobody before its copy to the host
+    has ended, and waits for that in `torch.cuda.empty_cache`, which a sampler calls before it allocates.
 
-    A tensor must not be used between `unload` and `load`. Unchanged contents need no second copy: the earlier one is
-    still on the host.
+    A tensor must not be used between `unload` and the end of `load`. Unchanged contents need no second copy: the
+    earlier one is still on the host.
 
     Attributes:
         host_bytes: size of the copies.
@@ -41,7 +41,7 @@ class Offloaded:
         self._storages: list[tuple[torch.UntypedStorage, int, int]] = []  # with their bytes, and where the copy starts
         self._blocks: list[Tensor] = []
         self._is_unloaded = False
-        self._stream: torch.cuda.Stream | None = None  # of copies to the host; None on a CPU
+        self._stream: torch.cuda.Stream | None = None  # of the copies; None on a CPU
 
     @torch.no_grad()
     def unload(self, tensors: Iterable[Tensor], unchanged: Iterable[Tensor] = ()) -> None:
@@ -72,15 +72,24 @@ class Offloaded:
         self._is_unloaded = True
 
     @torch.no_grad()
-    def load(self) -> None:
-        """Bring back what was unloaded, in the order of the current stream."""
-        if self._is_unloaded:
-            if self._stream is not None:
-                torch.cuda.current_stream().wait_stream(self._stream)
-            for storage, size, start in self._storages:
-                storage.resize_(size)
+    def start_loading(self) -> None:
+        """Give tensors that were unloaded their memory, and begin to copy their contents back; `load` has to follow."""
+        if not self._is_unloaded:
+            return
+        for storage, size, _ in self._storages:
+            storage.resize_(size)  # memory of the current stream, which may still work in it
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for storage, _, start in self._storages:
                 copy_from_host(storage, self._blocks, start)
         self._is_unloaded = False
+
+    def load(self) -> None:
+        """Bring back what was unloaded: the current stream waits for the copies."""
+        self.start_loading()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class OffloadedBetweenUses:
@@ -122,6 +131,11 @@ class OffloadedBetweenUses:
             if self.enabled and not self._uses:
                 self.unload()
 
+    def start_loading(self) -> None:
+        """Begin to copy the tensors to the device, for a use to come in the `kept` context that this call is in."""
+        if self._uses:
+            self.on_host.start_loading()
+
     def unload(self) -> None:
         """Move the tensors to the host, even if there is no copy of them yet."""
         tensors = list(self._tensors())
@@ -148,6 +162,7 @@ class OffloadingEngine:
         self.offload_between_phases = enabled
         self._offloaded_weights = OffloadedBetweenUses(weights, enabled=enabled)
         self._offloaded_state = OffloadedBetweenUses(state, enabled=enabled)
+        self._optimizer_steps, self._takes_several_steps = 0, False  # several: in the last context with a step
         if enabled:
             own_memory(weights())
             self._offloaded_state.unload()
@@ -164,16 +179,28 @@ class OffloadingEngine:
 
         Weights come to the device with the first call, the optimizer state with the first optimizer step. Both go back
         to the host at the end, with what the caller has written to them; what it has written to frozen weights is lost.
+
+        If the last context had several optimizer steps, the state comes beside the first forward: there was memory for
+        both in the second one.
         """
+        before = self._optimizer_steps
         with self._offloaded_weights.kept(), self._offloaded_state.kept():
             try:
                 yield
             finally:
                 self._mark_changed()  # by the caller, perhaps
+                if steps := self._optimizer_steps - before:
+                    self._takes_several_steps = steps > 1
+
+    def _start_loading_state(self) -> None:
+        """Begin to copy the optimizer state to the device, if that takes no more memory than later forwards take."""
+        if self._takes_several_steps:
+            self._offloaded_state.start_loading()
 
     @contextmanager
     def _changing_weights(self) -> Iterator[None]:
         """A context that changes weights and optimizer state; the state is on the device in it."""
+        self._optimizer_steps += 1
         with self._offloaded_state.on_device():
             self._mark_changed()
             yield

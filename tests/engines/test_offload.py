@@ -101,3 +101,96 @@ def test_loaded_weights_go_back_to_the_host(tiny_dir, tmp_path):
     engine.train_batch(batch, loss_fn)
     engine.load_checkpoint(tmp_path / "start")
     assert torch.equal(engine.infer_batch(batch)["logprobs"], before)
+
+
+class RecordedStream:
+    """In place of a CUDA stream: records what waits for what, and which stream copies run in."""
+
+    current = None
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self):
+        RecordedStream.current, self.before = self, RecordedStream.current
+
+    def __exit__(self, *_):
+        RecordedStream.current = self.before
+
+
+def recorded_offloading(engine, monkeypatch):
+    """What the engine does from now on with its optimizer state, its forwards and its optimizer steps, in order."""
+    log = []
+    compute, copies = RecordedStream("compute", log), RecordedStream("copies", log)
+    monkeypatch.setattr(RecordedStream, "current", compute)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: RecordedStream.current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream or RecordedStream("host", log))
+    state = engine._offloaded_state.on_host
+    state._stream = copies
+    for name in ("copy_from_host", "copy_to_host"):
+        function = getattr(offload, name)
+
+        def copy(storage, blocks, start, name=name, function=function):
+            entry = f"{name} in {RecordedStream.current.name}"
+            if blocks is state._blocks and log[-1:] != [entry]:  # not one for each tensor
+                log.append(entry)
+            function(storage, blocks, start)
+
+        monkeypatch.setattr(offload, name, copy)
+    engine.module.register_forward_pre_hook(lambda *_: log.append("forward"))
+    engine.optimizer.register_step_pre_hook(lambda *_: log.append("step"))
+    return log
+
+
+LOAD = ["copies waits for compute", "copy_from_host in copies"]
+UNLOAD = ["copies waits for compute", "copy_to_host in copies"]
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        (1, ["forward", *LOAD, "compute waits for copies", "step", *UNLOAD]),
+        (2, [*LOAD, "forward", "compute waits for copies", "step", "forward", "compute waits for copies", "step"]),
+    ],
+)
+def test_state_comes_back_beside_the_first_of_several_forwards(tiny_dir, monkeypatch, updates, expected):
+    """With one update, the state is not there in a forward, and a plan does not count it there."""
+    torch.manual_seed(0)
+    batch = make_batch(load_processor(tiny_dir))
+    adamw = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), "micro_batch_tokens": 10_000}
+    engine = make_engine("fsdp2", model=load_model(tiny_dir), offload_between_phases=True, **adamw)
+    log = recorded_offloading(engine, monkeypatch)
+    for _ in range(2):
+        log.clear()
+        with engine.keep_on_device():
+            for _ in range(updates):
+                engine.train_batch(batch, loss_fn)
+        with engine.keep_on_device():  # without an optimizer step, as for estimates
+            engine.infer_batch(batch)
+    steps = log[: log.index(UNLOAD[1]) + 1]
+    assert steps == (expected if updates == 1 else [*expected, *UNLOAD])
+    log.clear()
+    engine.train_batch(batch, loss_fn)  # alone: nothing says that the state will be needed again
+    assert log == ["forward", *LOAD, "compute waits for copies", "step", *UNLOAD]
+
+
+@pytest.mark.parametrize("values", ["finite", "nan"])
+def test_state_that_came_back_for_a_skipped_step_is_not_lost(tiny_dir, values):
+    """The numbers of an engine that does not offload, also if the first of several gradients is not finite."""
+    batch, found = make_batch(load_processor(tiny_dir)), []
+
+    def loss(out, mb, scale=1.0):
+        return scale * token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}
+
+    for offloads in (False, True):
+        adamw = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)}
+        engine = make_engine("fsdp2", model=load_model(tiny_dir), offload_between_phases=offloads, **adamw)
+        steps = []
+        for scales in ([1.0, 1.0], [float("nan") if values == "nan" else 1.0, 1.0], [float("nan")], [1.0]):
+            with engine.keep_on_device():
+                steps += [engine.train_batch(batch, lambda *args, s=s: loss(*args, s)) for s in scales]
+        found.append([step["grad_norm"] for step in steps if not step["skipped_steps"]])
+    assert found[0] == found[1] and len(found[0]) == (4 if values == "nan" else 5)

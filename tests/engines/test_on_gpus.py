@@ -43,6 +43,34 @@ def test_copies_to_the_host_are_not_waited_for_and_lose_no_bit():
     assert offloaded._stream.query()  # whoever empties the cache gets their memory
 
 
+def test_copies_to_the_gpu_are_not_waited_for_and_lose_no_bit():
+    """`start_loading` returns while the GPU still works; what uses the tensors after `load` sees all of them."""
+    tensors = [torch.randn(1 << 24, device="cuda") for _ in range(4)]
+    before = [x.cpu() for x in tensors]
+    offloaded = Offloaded()
+    offloaded.unload(tensors)
+    square = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(100):  # about a second of work, which the copies wait for: it may use the memory that they are given
+        square @ square
+    offloaded.start_loading()
+    assert not offloaded._stream.query()
+    for _ in range(100):  # the copies run beside this
+        square @ square
+    after_work = torch.cuda.Event()
+    after_work.record()
+    offloaded._stream.synchronize()
+    assert not after_work.query()
+    offloaded.load()
+    doubled = [2 * x for x in tensors]
+    assert all(torch.equal(x.cpu(), 2 * y) for x, y in zip(doubled, before, strict=True))
+    offloaded.unload(tensors)
+    offloaded.start_loading()
+    offloaded.unload(tensors)  # at once, as after a step that was skipped
+    offloaded.load()
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(tensors, before, strict=True))
+
+
 @pytest.mark.parametrize("ranks", list(on_gpu_ranks.NAMES))
 def test_engines_on_gpus_equal_one_on_the_cpu(ranks, tiny_dir, tmp_path):
     """For comparison: attention to three tokens instead of all changes logprobs by 0.7 and halves the gradient norm."""

@@ -31,18 +31,18 @@ CASES = {  # options; how often each part came to the device in the second step
 @pytest.mark.parametrize("case", CASES)
 def test_copies_do_not_grow_with_the_number_of_updates(case, warm_dir, tmp_path, monkeypatch):
     recipe, (options, expected) = case.partition(",")[0], CASES[case]
-    load, log, loaded, loads = Offloaded.load, Run.log, [], []
+    start_loading, log, loaded, loads = Offloaded.start_loading, Run.log, [], []
 
-    def counted_load(self):
+    def counted(self):
         loaded.extend([id(self)] if self._is_unloaded and self._storages else [])
-        load(self)
+        start_loading(self)
 
     def counted_log(self, *args, **kwargs):
         log(self, *args, **kwargs)
         loads.append(sorted(Counter(loaded).values(), reverse=True))
         loaded.clear()
 
-    monkeypatch.setattr(Offloaded, "load", counted_load)
+    monkeypatch.setattr(Offloaded, "start_loading", counted)
     monkeypatch.setattr(Run, "log", counted_log)
     for name, offloads in (("plain", []), ("offloaded", ["--offload_between_phases"])):
         run_here(recipe, "--model", warm_dir, *SMALL, *options, *offloads, "--out", tmp_path / name)

@@ -224,6 +224,7 @@ class Fsdp2Engine(OffloadingEngine):
             raise ValueError("optimizer: expected one for train_batch, got None")
         self._count_totals(batch)
         count_pass(self, batch, backward=True)
+        self._start_loading_state()
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = []

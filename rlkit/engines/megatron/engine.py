@@ -271,6 +271,7 @@ class MegatronEngine(OffloadingEngine):
             raise ValueError("optimizer: expected one for train_batch, got None")
         counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
         batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
+        self._start_loading_state()
         self.module.train()
 
         def finish(rows: list[int], mb: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
