@@ -179,8 +179,7 @@ class Fsdp2Engine(OffloadingEngine):
         self.only_scores = only_scores
         self.max_grad_norm = max_grad_norm
         self.keep_gradients = keep_gradients
-        self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
-        self._sampler_dtypes: dict[tuple[str, torch.dtype | None], torch.dtype] = {}  # by name and the sampler's dtype
+        self._renamed, self._sampler_dtypes = dict[str, str](), dict[Any, torch.dtype]()  # of the first weight sync
 
         check_adapters(model)
         self._check_head(trains=optimizer is not None)
