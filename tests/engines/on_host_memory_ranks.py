@@ -1,6 +1,6 @@
-"""Run by `test_smollm2.py`: host memory that two ranks take to load SmolLM2-135M and to export it, with fsdp2, and to
-load it with fsdp1 and with Megatron as two stages; and a Llama with the tensor parallelism of fsdp2 and of Megatron,
-because two ranks cannot share SmolLM2's three key-value heads.
+"""Run by `test_smollm2.py`: host memory that two ranks take to load SmolLM2-135M and to export it, with fsdp2 and with
+fsdp1, and to load it with Megatron as two stages; and to load a Llama with the tensor parallelism of fsdp2 and of
+Megatron, because two ranks cannot share SmolLM2's three key-value heads.
 
 on_host_memory_ranks.py MODEL_DIR OUT_DIR PORT OTHER_PORT
 """
@@ -83,6 +83,8 @@ def on_fsdp1_rank(rank, path, out, port):
     with measured(found, "fsdp1"):
         engine = runs.build_engine(cfg, path, None, optimizer_steps=1)
     found["fsdp1_parameters"] = sum(local_part(p).numel() for p in engine.module.parameters())
+    with measured(found, "fsdp1_export"):
+        engine.export_hf(Path(out) / "fsdp1_export", torch.bfloat16)
     (Path(out) / f"fsdp1.{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -214,3 +214,6 @@ def test_host_memory_of_two_ranks_is_that_of_one_model(smollm2, tmp_path):
     for name in ("tensor", "megatron_tensor", "megatron_stages"):
         assert 0.5 * held[name] < taken[name] < 1.1 * held[name], name
     assert held["fsdp1"] == whole < taken["fsdp1"] < 1.1 * whole
+    export = first["fsdp1_export"][0] + second["fsdp1_export"][0]
+    print(f"export with fsdp1: {export / whole:.2f}")
+    assert 0.25 * whole < export < 3.3 * whole
