@@ -183,7 +183,7 @@ def test_rows_of_padding_alone_are_no_end_of_an_answer(engine, tokenizer):
 
 
 def test_host_memory_of_two_ranks_is_that_of_one_model(smollm2, tmp_path):
-    """Loading takes the shards of both and a little more; rank 0 exports a file at a time, the other one tensor."""
+    """Loading takes the shards of both and a little more; rank 0 exports a file at a time, the other a few tensors."""
     script = str(Path(__file__).with_name("on_host_memory_ranks.py"))
     with socket.socket() as free, socket.socket() as also_free:
         free.bind(("localhost", 0))
@@ -202,7 +202,8 @@ def test_host_memory_of_two_ranks_is_that_of_one_model(smollm2, tmp_path):
     # counted. Seen for Megatron: 0.84 to 1.01.
     assert 0.5 * whole < sum(peaks["policy"]) < 1.1 * whole
     assert sum(peaks["reference"]) < whole  # bfloat16, and the modules that are imported for it
-    assert 0.25 * whole < peaks["export"][0] < 0.6 * whole and peaks["export"][1] < 2 * largest + 0.02 * whole
+    assert 0.25 * whole < peaks["export"][0] < 0.6 * whole
+    assert peaks["export"][1] < 3.5 * largest  # seen: 2 to 3.2 times, more on a busy machine; the whole would be 4.8
     assert sum(peaks["export"]) < whole
     names = ["tensor", "fsdp1", "megatron_tensor", "megatron_stages"]
     held = {name: 4 * sum(rank[f"{name}_parameters"] for rank in (first, second)) for name in names}
