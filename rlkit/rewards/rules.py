@@ -122,15 +122,17 @@ def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) 
 def choice_letter(text: str, closing_tag: str = THINKING_TAGS[1]) -> str | None:
     r"""The letter, A to J in upper case, that a text chooses; None if there is none.
 
-    Only the text after the last `closing_tag` counts. Its last `<answer>B</answer>`, `\boxed{B}` (with
-    or without `\text{}` and brackets), `answer is B` or `answer: (B)` decides. Without any of these, the whole text
-    decides if it is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters
-    count in the first forms, not in the last. `a` and `I` before another word are words: `the answer is a triangle`.
+    Only the text after the last `closing_tag` counts. Its last `<answer>B</answer>`, `\boxed{B}`, `answer is B` or
+    `answer: B` decides. There the letter may be in brackets, `\text{}`, quotes, backticks, `$B$` or `\(B\)`, and may
+    follow `option` or `choice`; a formula such as `$a+b$` is no letter. Without any of these, the whole text decides if
+    it is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters count in the
+    first forms, not in the last. `a` and `I` before another word are words: `the answer is a triangle`.
     """
     text = text.rpartition(closing_tag)[2]
     is_word = r"(?-i:[aiI])[ \t]+\w"
-    opening = r"""(?:[\s*(\[{$"'`“‘]|\\[(\[]|\\(?:text|math)\w*\{|\b(?:option|choice)\b)*+"""
-    letter = rf"{opening}(?!{is_word})([A-J])(?![\w'])"
+    before = r"(?:[\s*(\[{]|\\(?:text|math)(?:bf|rm|it|sf|tt)?\{|\b(?:option|choice)\b)*+"
+    quoted = rf"""(?:\$|\\[(\[]|["'`“‘]){before}([A-J])[\s*.)}}\]]*(?:\$|\\[)\]]|["'`”’])"""
+    letter = rf"{before}(?:{quoted}|(?!{is_word})([A-J])(?![\w']))"
     marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|[:：])(?:\*\*)?[:：]?{letter}"
     if matches := list(re.finditer(marked, text, re.IGNORECASE)):
         return next(group for group in matches[-1].groups() if group).upper()

@@ -136,7 +136,8 @@ def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str
 
     Options of a config.json that concern only its own run are left out, such as `out` and `resume`. So are those that
     are defaults of its model, such as `lr`, because a run with another model has other ones. So is `epochs`, from which
-    `steps` would be computed, if `steps` is given on the command line. An empty value counts as not given.
+    `steps` would be computed, if `steps` is given on the command line. An option of this recipe with the value null
+    counts as not given.
 
     Raises:
         ValueError: the file cannot be read, is not a mapping, or has an option that `config` lacks.

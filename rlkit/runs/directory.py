@@ -223,7 +223,7 @@ def _numbered(path: Path) -> Iterator[Path]:
 
 def _existing(path: Path) -> Iterator[tuple[int, Path]]:
     """The numbers and paths of those of PATH, PATH-2, PATH-3, ... that exist."""
-    numbered = re.compile(re.escape(path.name) + r"(?:-([1-9]\d*))?")
+    numbered = re.compile(re.escape(path.name) + r"(?:-([2-9]|[1-9]\d+))?")
     for found in path.parent.glob("*"):
         if match := numbered.fullmatch(found.name):
             yield int(match[1] or 1), found

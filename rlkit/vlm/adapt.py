@@ -13,8 +13,8 @@ from rlkit.data.lookup import requires_extra
 from rlkit.vlm.families import ENCODERS_WITHOUT_CONFIG, recurrent_layers
 from rlkit.vlm.nf4 import Nf4Linear, weight_counts
 
+ROUTER_NOISE = {"jitter_noise", "input_jitter_noise", "moe_jitter_eps"}  # attributes of routers
 # configurations from which modules read probabilities of dropout in each forward
-ROUTER_NOISE = {"jitter_noise", "input_jitter_noise", "moe_jitter_eps"}  # attributes
 READ_IN_EACH_FORWARD = frozenset(
     {"BltLocalEncoderConfig", "BltLocalDecoderConfig", "BltGlobalTransformerConfig", "FalconConfig", "GPTNeoConfig"}
 )

@@ -188,14 +188,22 @@ def test_numeric_match(text, answer, tolerance, expected):
     [
         "The answer is $B$.", "Answer: $B$", r"\boxed{$B$}", r"\boxed{\textrm{B}}", r"\boxed{\textit{B}}",
         r"\boxed{\text{Option B}}", "The correct answer is option B.", r"the answer is \(B\)", 'The answer is "B"',
-        "answer is `B`", "Answer：B", "The answer is **Choice (B)**",
+        "answer is `B`", "Answer：B", "The answer is **Choice (B)**", "The answer is 'B'.",
+        "The answer is choice 'b'", r"The answer is **$\text{(B)}$**", "Answer: B. Check: the answer is $a+b$.",
+        "Answer: B\nThe answer is $E = mc^2$.",
     ],
 )  # fmt: skip
 def test_a_letter_in_dollars_quotes_and_words(text):
     assert choice_letter(text) == "B"
 
 
-@pytest.mark.parametrize("text", ["The answer is optional.", "the answer is 'Because'"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is optional.", "the answer is 'Because'", "The answer is $b^2$", r"\boxed{\mathbb{E}[X]}",
+        "The answer is `a + b`", r"the answer is \(A \cup B\)",
+    ],
+)  # fmt: skip
 def test_what_looks_like_a_letter(text):
     assert choice_letter(text) is None
 

@@ -147,8 +147,10 @@ def test_numbers_and_what_resume_continues(here):
 
 def test_resume_finds_a_run_behind_a_directory_without_one(here):
     """A job takes x, another x-2; the first fails during set-up, the second is killed and resumed."""
-    for name in ("x", "x-2", "x-10", "x-a", "xx-99"):
+    for name in ("x", "x-1", "x-2", "x-10", "x-a", "xx-99"):
         (here / "runs" / name).mkdir(parents=True)
+    finish_a_run(here / "runs" / "x-1")  # of a user
+    assert claim_directory("", "x", resume=True) == Path("runs/x")
     finish_a_run(here / "runs" / "x-2")
     assert claim_directory("", "x", resume=True) == Path("runs/x-2")
     finish_a_run(here / "runs" / "x-10")
