@@ -31,7 +31,7 @@ from rlkit.plan.workload import (
     packed_rows,
 )
 from rlkit.rollout.servers.weight_transfer import buckets
-from rlkit.runs.models import shared_options, trained_part, training_engine
+from rlkit.runs.models import freeze_parts, shared_options, trained_part, training_engine
 from rlkit.runs.options import generates, sends_adapters
 from rlkit.vlm.loading import empty_model, has_vision
 from rlkit.vlm.nf4 import weight_counts
@@ -142,6 +142,8 @@ def _models(cfg: Any, roles: Roles) -> dict[str, Any]:
     dtype, models = getattr(torch, cfg.dtype), dict[str, Any]()
     if roles.reference is not None:
         models["reference"] = empty(roles.reference, roles.reference.dtype or dtype)
+        if roles.reference is roles.policy:  # not a teacher: frozen as in `build_reference`
+            freeze_parts(cfg, models["reference"])
     if roles.policy is not None:
         models["policy"] = trained_part(cfg, empty(roles.policy, dtype))
     if roles.critic is not None:

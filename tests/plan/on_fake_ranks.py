@@ -37,7 +37,7 @@ from rlkit.plan.rehearsal import Roles, local
 from rlkit.plan.roofline import Case, training
 from rlkit.plan.workload import largest_micro_batches, longest_batch
 from rlkit.rollout.servers.weight_transfer import buckets
-from rlkit.runs.models import trained_part
+from rlkit.runs.models import freeze_parts, trained_part
 from rlkit.runs.options import sends_adapters
 from rlkit.vlm import load_model
 from rlkit.vlm.loading import load_config
@@ -52,6 +52,7 @@ CASES = {  # ranks, models beside the policy, options
     "nf4": (2, (), ["--lora_rank", "4", "--quantize_base"]),
     "fused": (2, ("reference",), ["--use_fused_kernels", "--dtype", "bfloat16"]),
     "critic": (2, ("critic",), []),
+    "frozen_tower": (2, ("reference",), ["--freeze_vision_tower"]),
     "offloaded": (2, (), ["--offload_between_phases", "--ppo_epochs", "2"]),
     "offloaded_lora": (2, (), ["--offload_between_phases", "--ppo_epochs", "2", "--lora_rank", "4"]),
 }
@@ -123,6 +124,7 @@ def make_engines(cfg, roles):
     engines = {}
     if roles.reference is not None:
         model = load_model(path, dtype=roles.reference.dtype or dtype)
+        freeze_parts(cfg, model)
         engines["reference"] = make_engine(cfg.engine, model=model, only_scores=True, **shared)
         engines["reference"].module.requires_grad_(False)
     model = trained_part(cfg, load_model(path, dtype=dtype))

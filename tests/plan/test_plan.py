@@ -53,6 +53,7 @@ def found(tiny_dir, tmp_path_factory):
 
 
 OFFLOADED = ("offloaded", "offloaded_lora")
+TOLERANCE = {"smollm2": 0.01, "frozen_tower": 0.06}  # the whole tower, which is gathered at once, is 2.4 %
 
 
 @pytest.mark.parametrize("name", [*CASES, "smollm2"])
@@ -75,7 +76,7 @@ def test_planned_bytes_are_what_a_process_takes(found, name):
     for phase, peak in compared.items():
         planned = total(phases, phase) - phases[phase].get("sampler's weights", 0)
         planned += taken["host"]  # this process has copies on the host in the same memory
-        assert planned == pytest.approx(peak, rel=0.01 if name == "smollm2" else 0.1), phase
+        assert planned == pytest.approx(peak, rel=TOLERANCE.get(name, 0.1)), phase
 
 
 @pytest.mark.parametrize("name", ["three_ranks", "two_by_two", "tensor", "lora", "nf4"])
