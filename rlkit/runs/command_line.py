@@ -21,18 +21,6 @@ from rlkit.runs.options import RUN_ONLY_OPTIONS
 
 Config = TypeVar("Config")
 NOT_OPTIONS = {"versions", "contents"}  # what else is in the config.json of a run
-RENAMED = {"updates_per_batch": "ppo_epochs", "prompts_per_draw": "gen_batch_size"}
-MOVED = {
-    **dict.fromkeys(("critic_lam", "length_adaptive_alpha", "lm_coef"), "recipes/vapo.py"),
-    **dict.fromkeys(("pf_ppo_best", "pf_ppo_worst"), "recipes/pf_ppo.py"),
-    **dict.fromkeys(("normalise_rewards", "reward_clip"), "rlkit.advantages.scaled_rewards, for a copy of the recipe"),
-    "loss": "recipes/gspo.py and recipes/cispo.py",
-}
-NOT_OF_ALL_RECIPES = {name: f"moved to {place}" for name, place in MOVED.items()} | dict.fromkeys(
-    ("clip_low", "clip_high"),
-    "bounds a ratio, as in recipes/grpo_vlm.py; recipes/grpo_async.py bounds its importance weights, by --tis_cap",
-)
-MOVED_LOSSES = dict.fromkeys(("simpo", "alphapo", "orpo", "slic"), "recipes/simpo.py")  # values of --loss of dpo.py
 MODEL_DEPENDENT_OPTIONS = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `model_defaults`
 
 
@@ -74,7 +62,6 @@ def parse_options(
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     given = {name.partition("=")[0].lstrip("-").replace("-", "_") for name in arguments if name.startswith("--")}
-    _check_renamed(given, config)
     if file := _config_file(arguments):
         arguments = [*_file_arguments(file, config, given), *arguments]
     cfg = _parse(config, description, arguments, {}, program)
@@ -155,23 +142,12 @@ def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str
         # as text, because YAML reads 1e-06 as text
         unset = {x for x in MODEL_DEPENDENT_OPTIONS & options.keys() if str(options[x]) == str(defaults.get(x))}
         options = {name: x for name, x in options.items() if name not in NOT_OPTIONS | RUN_ONLY_OPTIONS | unset}
-    _check_renamed(options, config)
     names = {option.name for option in fields(config)}
     if unknown := sorted(set(options) - names):
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
     if "steps" in given:
         options.pop("epochs", None)
     return [part for name, x in options.items() if x is not None for part in _as_arguments(name, x)]
-
-
-def _check_renamed(names: Collection[str], config: type[Any]) -> None:
-    known = {option.name for option in fields(config)}
-    for old, new in RENAMED.items():
-        if old in names and old not in known and new in known:
-            raise ValueError(f"{old}: expected --{new}, the new name of this option, got --{old}")
-    for name, where in NOT_OF_ALL_RECIPES.items():
-        if name in names and name not in known:
-            raise ValueError(f"{name}: expected an option of this recipe, got one that {where}")
 
 
 def _as_arguments(name: str, x: Any) -> list[str]:

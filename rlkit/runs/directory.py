@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rlkit.data.samples import Row
 from rlkit.data.tables import as_rows
 from rlkit.rollout.vllm_families import config_or_empty
-from rlkit.runs.command_line import MOVED, MOVED_LOSSES, RENAMED
+from rlkit.runs.command_line import NOT_OPTIONS
 from rlkit.runs.option_types import changeable_options
 from rlkit.runs.options import RUN_ONLY_OPTIONS, RunOptions, TaskOptions
 from rlkit.runs.vllm_options import longest_row
@@ -100,46 +100,24 @@ def _changed_options(
     if not (_holds_run(out) and (out / CONFIG).exists()):
         return []
     before, now = json.loads((out / CONFIG).read_text()), json.loads(json.dumps(options, default=str))
-    before = {name if name in now else RENAMED.get(name, name): x for name, x in before.items()}
-    _check_no_option_moved(out, before, now)
-    _check_no_loss_moved(out, before, now)
-    changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
-    refused = [name for name in changed if name not in may_differ]
-    if refused:
-        described = ", ".join(f"{name} was {changed[name][0]!r} and is {changed[name][1]!r}" for name in refused)
+    changed = {
+        name: f"{name} was {x!r} and is {repr(now[name]) if name in now else 'no option of this recipe'}"
+        for name, x in before.items()
+        if name not in NOT_OPTIONS and (name not in now or now[name] != x)
+    }
+    if refused := [name for name in changed if name not in may_differ]:
         raise ValueError(
-            f"resume: expected the options of the run in {out}, but {described}; to continue with them, add "
-            f"--allow_changes {' '.join(refused)}"
+            f"resume: expected the options of the run in {out}, but {', '.join(changed[name] for name in refused)}; to "
+            f"continue with them, add --allow_changes {' '.join(refused)}"
         )
     _check_same_factors(out, before, now)
     changed |= _changed_contents(out, before.get(CONTENTS, {}), contents, options["allow_changes"])
-    return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in NOT_REPORTED]
-
-
-def _check_no_option_moved(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a run used an option that its recipe no longer has: it would continue without it."""
-    unused = {"critic_lam": before.get("lam"), "loss": "clipped"}  # as the recipe without this option; others: 0
-    for name, place in MOVED.items():
-        if name not in now and (value := before.get(name)) is not None and value != unused.get(name, 0):
-            raise ValueError(
-                f"resume: expected a run in {out} whose options this recipe has, but {name} was {value!r}, and moved "
-                f"to {place}"
-            )
-
-
-def _check_no_loss_moved(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a run used a loss that moved to another recipe than this one."""
-    place = MOVED_LOSSES.get(before.get("loss", ""))
-    if place and now.get("loss") not in MOVED_LOSSES:
-        raise ValueError(
-            f"resume: expected a run in {out} whose loss this recipe has, but loss was {before['loss']!r}, which moved "
-            f"to {place}"
-        )
+    return [sentence for name, sentence in changed.items() if name not in NOT_REPORTED]
 
 
 def _changed_contents(
     out: Path, before: Mapping[str, str], now: Mapping[str, str], allowed: Collection[str]
-) -> dict[str, tuple[str, str]]:
+) -> dict[str, str]:
     changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
     refused = [name for name in changed if not set(ALLOWED_BY[name]) & set(allowed)]
     if refused:
@@ -150,7 +128,7 @@ def _changed_contents(
             f"resume: expected the data of the run in {out}, but {described}{why}; to continue all the same, add "
             f"--allow_changes {advised}"
         )
-    return changed
+    return {name: f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items()}
 
 
 def _check_same_factors(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

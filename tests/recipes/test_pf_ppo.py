@@ -104,5 +104,5 @@ def test_a_run_of_ppo_that_drew_by_reward_is_not_continued_without(warm_dir, tmp
     run_here("ppo", "--model", warm_dir, "--out", out, *SMALL, "--steps", 1)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "pf_ppo_best": 0.5, "pf_ppo_worst": 0.0}))
-    with pytest.raises(SystemExit, match="pf_ppo_best was 0.5, and moved to recipes/pf_ppo.py"):
+    with pytest.raises(SystemExit, match="pf_ppo_best was 0.5 and is no option of this recipe"):
         run_here("ppo", "--model", warm_dir, "--out", out, *SMALL, "--steps", 1, "--resume")

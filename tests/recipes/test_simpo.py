@@ -1,6 +1,5 @@
 """`recipes/simpo.py` as a person runs it, and its losses against TRL's and the papers'."""
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,17 +123,3 @@ def test_bad_input_is_one_clear_message(start, tmp_path):
     }.items():
         with pytest.raises(SystemExit, match=message):
             run_here("simpo", "--model", start, "--out", tmp_path / "run", *SMALL, *arguments)
-
-
-def test_a_run_of_dpo_with_a_loss_that_moved_continues_here_alone(text_dir, tmp_path):  # noqa: F811
-    """simpo was a loss of dpo.py once."""
-    options = ["--model", text_dir, *SMALL, "--task", "sorting", "--max_new_tokens", 0, "--out", tmp_path / "run"]
-    helpers.stop_after(1, "simpo", *options, "--save_every", 1)
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    del config["loss_coef"]
-    (tmp_path / "run" / "config.json").write_text(json.dumps({**config, "normalise_length": False}))
-    for loss in ([], ["--allow_changes", "loss", "sft_coef"]):
-        with pytest.raises(SystemExit, match="dpo: resume: .*loss was 'simpo', which moved to recipes/simpo.py"):
-            run_here("dpo", *options, "--save_every", 1, "--resume", *loss)
-    run_here("simpo", *options, "--save_every", 1, "--resume")
-    assert [row["step"] for row in helpers.rows(tmp_path / "run")] == [0, 1]

@@ -69,40 +69,6 @@ def test_the_command_line_gives_a_flat_object():
     )  # fmt: skip
 
 
-@dataclass
-class ConfigWithEpochs(Config):
-    ppo_epochs: int = 1
-    """Passes over each batch."""
-
-
-def test_an_old_name_is_refused_with_the_new_one(tmp_path):
-    expected = "updates_per_batch: expected --ppo_epochs, the new name of this option"
-    for argument in ("--updates_per_batch", "--updates_per_batch=2"):
-        with pytest.raises(ValueError, match=expected):
-            parse_options(ConfigWithEpochs, "", [argument])
-    (tmp_path / "old.yaml").write_text("updates_per_batch: 2")
-    with pytest.raises(ValueError, match=expected):
-        parse_options(ConfigWithEpochs, "", ["--config", str(tmp_path / "old.yaml")])
-    with pytest.raises(ValueError, match="expected options of this recipe, got updates_per_batch"):
-        parse_options(Config, "", ["--config", str(tmp_path / "old.yaml")])  # which has neither
-
-
-def test_an_option_that_moved_is_refused_with_its_new_place(tmp_path):
-    places = {
-        "lm_coef": "moved to recipes/vapo.py",
-        "reward_clip": "moved to rlkit.advantages.scaled_rewards",
-        "loss": "moved to recipes/gspo.py and recipes/cispo.py",
-        "clip_high": "bounds a ratio, as in recipes/grpo_vlm.py",
-    }
-    for option, place in places.items():
-        expected = f"{option}: expected an option of this recipe, got one that {place}"
-        with pytest.raises(ValueError, match=expected):
-            parse_options(RunOptions, "", [f"--{option}", "0.1"])
-        (tmp_path / "old.yaml").write_text(f"{option}: 0.1")
-        with pytest.raises(ValueError, match=expected):
-            parse_options(RunOptions, "", ["--config", str(tmp_path / "old.yaml")])
-
-
 def test_help_is_grouped_by_the_class_that_declares_an_option(capsys, monkeypatch):
     shown = shown_help(capsys, monkeypatch)
     order = ["What the recipe does.", "recipe options", "--steps", "--loss", "run options", "--out", "--seed"]
