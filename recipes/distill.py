@@ -147,9 +147,9 @@ def add_teacher_logprobs(batch, teacher, scored, cfg: Config):
         batch.add(teacher_logprobs=teacher.infer_batch(scored)["logprobs"])  # [B, T]
     elif cfg.teacher_top_k:
         logprobs, ids = teacher.topk_logprobs(scored, cfg.teacher_top_k)  # [N, K], N tokens
-        batch.add_packed(top_logprobs=logprobs, top_ids=ids)
+        batch.add_token_fields(top_logprobs=logprobs, top_ids=ids)
     else:  # the output layer makes logits of them for a piece of the batch at a time
-        batch.add_packed(hidden=teacher.hidden_states(scored))
+        batch.add_token_fields(hidden=teacher.hidden_states(scored))
 
 
 def check_options(cfg: Config) -> None:

@@ -179,8 +179,8 @@ class Batch:
             micro-batches and data-parallel ranks. An engine sets them before the first micro-batch; until then they
             count this batch.
         routed_experts: [B, T, layers, K], if a sample has them.
-        packed: tensors [N, ...] by name, for the N tokens of `mask`, row after row: what is too large to be padded,
-            such as a teacher's top-k. A loss gets them together with the logits, see `train_batch`.
+        token_fields: tensors [N, ...] by name, for the N tokens of `mask`, row after row: what is too large to be
+            padded, such as a teacher's top-k. A loss gets them together with the logits, see `train_batch`.
         Any other tensor ([B] or [B, T]): `batch.advantages`, `batch.ref_logprobs`, ...
     """
 
@@ -201,7 +201,7 @@ class Batch:
             got = f"{len(self.lengths)} and {len(self.vision)}"
             raise ValueError(f"lengths, vision: expected {len(tokens)} rows, got {got}")
         self.fields: dict[str, Tensor] = {}
-        self.packed: dict[str, Tensor] = {}
+        self.token_fields: dict[str, Tensor] = {}
         self.add(**fields)
         self.total_tokens = mask.sum()
         self.total_sequences = mask.any(1).sum()
@@ -231,8 +231,8 @@ class Batch:
             self.fields[name] = x
         return self
 
-    def add_packed(self, **tensors: Tensor) -> Batch:
-        """Adds tensors [N, ...] by name to `packed`, for the N tokens of `mask`.
+    def add_token_fields(self, **tensors: Tensor) -> Batch:
+        """Adds tensors [N, ...] by name to `token_fields`, for the N tokens of `mask`.
 
         Raises:
             ValueError: another number of tokens.
@@ -241,16 +241,16 @@ class Batch:
         for name, x in tensors.items():
             if not x.ndim or len(x) != count:
                 raise ValueError(f"{name}: expected [{count}, ...], one for each token of mask, got {tuple(x.shape)}")
-            self.packed[name] = x
+            self.token_fields[name] = x
         return self
 
-    def packed_rows(self, rows: Sequence[int]) -> Tensor:
-        """Indices into a tensor of `packed` of the tokens of these rows, row after row."""
+    def trained_tokens_of_rows(self, rows: Sequence[int]) -> Tensor:
+        """Indices into a tensor of `token_fields` of the tokens of these rows, row after row."""
         tokens = torch.arange(int(self.mask.sum())).split(self.mask.sum(1).tolist())
         return torch.cat([tokens[0][:0], *(tokens[row] for row in rows)]) if tokens else torch.arange(0)
 
-    def packed_index(self, indices: Tensor) -> Tensor:
-        """Indices into a tensor of `packed` of tokens that are given by their indices in a flattened [B, T]."""
+    def trained_token_index(self, indices: Tensor) -> Tensor:
+        """Indices into a tensor of `token_fields` of tokens that are given by their indices in a flattened [B, T]."""
         return (self.mask.flatten().cumsum(0) - 1)[indices]
 
     @property
@@ -271,13 +271,13 @@ class Batch:
         fields = {name: cut(x) for name, x in self.fields.items()}
         part = Batch(cut(self.tokens), cut(self.mask), lengths, [self.vision[i] for i in rows], **fields)
         part.total_tokens, part.total_sequences = self.total_tokens, self.total_sequences
-        if self.packed:
-            tokens = self.packed_rows(rows)
-            part.add_packed(**{name: x[tokens] for name, x in self.packed.items()})
+        if self.token_fields:
+            tokens = self.trained_tokens_of_rows(rows)
+            part.add_token_fields(**{name: x[tokens] for name, x in self.token_fields.items()})
         return part
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device, without its vision and packed tensors, which engines move themselves."""
+        """The batch on another device, without its vision and token fields, which engines move themselves."""
         fields = {name: x.to(device) for name, x in self.fields.items()}
         moved = Batch(self.tokens.to(device), self.mask.to(device), self.lengths, self.vision, **fields)
         moved.total_tokens, moved.total_sequences = self.total_tokens.to(device), self.total_sequences.to(device)

@@ -65,7 +65,7 @@ def rebalance_across_ranks(batch: Batch, group: dist.ProcessGroup | None = None)
     tokens, _ = shared_prompt_costs(batch)
     costs = [sum(tokens[row] for row in rows) for rows in units]
     gathered: list[Any] = [None] * ranks
-    dist.all_gather_object(gathered, (costs, sorted([*batch.fields, *batch.packed])), group=group)
+    dist.all_gather_object(gathered, (costs, sorted([*batch.fields, *batch.token_fields])), group=group)
     _check_same_fields(gathered)
     new_ranks = assign_to_ranks([costs for costs, _ in gathered])
     if all(new == old for old, unit_ranks in enumerate(new_ranks) for new in unit_ranks):
@@ -110,13 +110,13 @@ def _all_to_all(pieces: Sequence[bytes], group: dist.ProcessGroup | None) -> lis
 def _serialise(part: Batch) -> bytes:
     """By torch.save: a tensor that rows share, as they share the images of a prompt, is sent once and stays shared."""
     buffer, vision = io.BytesIO(), [dict(row) for row in part.vision]
-    torch.save([part.tokens, part.mask, part.lengths, vision, part.fields, part.packed], buffer)
+    torch.save([part.tokens, part.mask, part.lengths, vision, part.fields, part.token_fields], buffer)
     return buffer.getvalue()
 
 
 def _deserialise(piece: bytes) -> Batch:
-    tokens, mask, lengths, vision, fields, packed = torch.load(io.BytesIO(piece), weights_only=True)
-    return Batch(tokens, mask, lengths, vision, **fields).add_packed(**packed)
+    tokens, mask, lengths, vision, fields, token_fields = torch.load(io.BytesIO(piece), weights_only=True)
+    return Batch(tokens, mask, lengths, vision, **fields).add_token_fields(**token_fields)
 
 
 def _concatenate(parts: Sequence[Batch]) -> Batch:
@@ -132,7 +132,7 @@ def _concatenate(parts: Sequence[Batch]) -> Batch:
         name: concatenate([part.fields[name] for part in parts], -1 if name == "routed_experts" else 0)
         for name in parts[0].fields
     }
-    packed = {name: torch.cat([part.packed[name] for part in parts]) for name in parts[0].packed}
+    token_fields = {name: torch.cat([part.token_fields[name] for part in parts]) for name in parts[0].token_fields}
     batch = Batch(
         concatenate([part.tokens for part in parts]),
         concatenate([part.mask for part in parts]),
@@ -140,4 +140,4 @@ def _concatenate(parts: Sequence[Batch]) -> Batch:
         [row for part in parts for row in part.vision],
         **fields,
     )
-    return batch.add_packed(**packed)
+    return batch.add_token_fields(**token_fields)

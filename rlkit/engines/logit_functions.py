@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from rlkit.losses.logprobs import TopkLogprobs, suppress_tokens, tokens_per_chunk
 
 LogitFunction = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""(logits [n, V], tensors of `Batch.packed` for the same n tokens) -> [n], differentiable in the logits.
+"""(logits [n, V], tensors of `Batch.token_fields` for the same n tokens) -> [n], differentiable in the logits.
 
 The logits are those that predict the tokens: not divided by the temperature, -inf at suppressed tokens.
 """
@@ -44,12 +44,12 @@ def topk_of_chunks(chunks: Iterable[Tensor], k: int, temperature: float) -> Topk
     return TopkLogprobs(torch.cat([x.values for x in top]), torch.cat([x.indices for x in top]).int())
 
 
-def apply_to_logits(function: LogitFunction, logits: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
+def apply_to_logits(function: LogitFunction, logits: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
     """The function's values for all tokens, computed from the logits in chunks.
 
     Args:
         logits: [N, V], N >= 0.
-        packed: tensors [N, ...] by name.
+        fields: tensors [N, ...] by name.
 
     Returns:
         [N], float32.
@@ -57,10 +57,10 @@ def apply_to_logits(function: LogitFunction, logits: Tensor, packed: Mapping[str
     if not len(logits):
         return logits.sum(1).float()
     size = tokens_per_chunk(logits, logits.shape[1])
-    parts = zip(*(x.split(size) for x in (logits, *packed.values())), strict=True)
+    parts = zip(*(x.split(size) for x in (logits, *fields.values())), strict=True)
 
     def apply_to_chunk(chunk: Tensor, *tensors: Tensor) -> Tensor:
-        return _checked(function(chunk, dict(zip(packed, tensors, strict=True))), chunk).float()
+        return _checked(function(chunk, dict(zip(fields, tensors, strict=True))), chunk).float()
 
     values = [checkpoint(apply_to_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(values)
@@ -70,7 +70,7 @@ def apply_to_hidden_states(
     function: LogitFunction,
     hidden: Tensor,
     weight: Tensor,
-    packed: Mapping[str, Tensor],
+    fields: Mapping[str, Tensor],
     *,
     bias: Tensor | None = None,
     suppress: Tensor | None = None,
@@ -83,7 +83,7 @@ def apply_to_hidden_states(
     Args:
         hidden: [N, H], N >= 0.
         weight: [V, H].
-        packed: tensors [N, ...] by name.
+        fields: tensors [N, ...] by name.
         bias: [V] or None.
         suppress: [S] token ids of probability 0, or None.
 
@@ -92,7 +92,7 @@ def apply_to_hidden_states(
     """
     head = (weight, bias, suppress)
     size = tokens_per_chunk(hidden, len(weight))
-    return _FromHiddenStates.apply(hidden, *head, function, size, tuple(packed), *packed.values())
+    return _FromHiddenStates.apply(hidden, *head, function, size, tuple(fields), *fields.values())
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, suppress: Tensor | None) -> Tensor:
@@ -131,8 +131,8 @@ class _FromHiddenStates(torch.autograd.Function):
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             logits = head_logits(hidden[rows], weight, bias, suppress)
-            packed = {name: x[rows] for name, x in zip(names, tensors, strict=True)}
-            values.append(_checked(function(logits, packed), logits).float())
+            fields = {name: x[rows] for name, x in zip(names, tensors, strict=True)}
+            values.append(_checked(function(logits, fields), logits).float())
         return torch.cat(values)
 
     @staticmethod
@@ -144,12 +144,12 @@ class _FromHiddenStates(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.size):
             rows = slice(start, start + ctx.size)
-            packed = {name: x[rows] for name, x in zip(ctx.names, tensors, strict=True)}
+            fields = {name: x[rows] for name, x in zip(ctx.names, tensors, strict=True)}
             with torch.autocast(hidden.device.type, enabled=False):
                 logits = linear(hidden[rows], weight, bias).requires_grad_()
                 with torch.enable_grad():
                     suppressed = logits if suppress is None else suppress_tokens(logits, suppress)
-                    values = ctx.function(suppressed, packed)
+                    values = ctx.function(suppressed, fields)
                 (grad_logits,) = torch.autograd.grad(values, logits, grad[rows].to(values.dtype))
                 grad_hidden[rows] = grad_logits @ weight
                 if grad_weight is not None:

@@ -240,10 +240,10 @@ def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tenso
     ledger.mark("reference", [x for x in output_layer.keywords.values() if isinstance(x, Tensor)])
     ledger.begin("reference")
     hidden = reference.hidden_states(batch)
-    batch.add_packed(hidden=hidden.new_zeros(1, 1).expand(hidden.shape))
+    batch.add_token_fields(hidden=hidden.new_zeros(1, 1).expand(hidden.shape))
 
-    def function(logits: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
-        return jsd_loss(logits, output_layer(packed["hidden"])[:, : logits.shape[1]])
+    def function(logits: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        return jsd_loss(logits, output_layer(fields["hidden"])[:, : logits.shape[1]])
 
     return function
 

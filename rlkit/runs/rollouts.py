@@ -87,7 +87,7 @@ class RecordingEngine:
         outputs: dict[str, Tensor] = {}
         rows = torch.arange(len(batch))
         numbered = Batch(batch.tokens, batch.mask, batch.lengths, batch.vision, **batch.fields, recorded_row=rows)
-        numbered.add_packed(**batch.packed)
+        numbered.add_token_fields(**batch.token_fields)
 
         def recording_loss(out: Any, mb: Batch) -> Any:
             for name, x in out.tensors.items():

@@ -319,11 +319,11 @@ def test_packed_tensors_follow_their_rows():
     """A number for each token of the mask; rows are selected in any order, more than once, or not at all."""
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 1], [1, 0, 1]]).bool()
     numbers = torch.tensor([[1, 1], [2, 2], [3, 3], [4, 4], [5, 5]])
-    batch = Batch(torch.zeros(4, 3, dtype=torch.long), mask, [3, 1, 3, 3]).add_packed(numbers=numbers)
+    batch = Batch(torch.zeros(4, 3, dtype=torch.long), mask, [3, 1, 3, 3]).add_token_fields(numbers=numbers)
     for rows, expected in (([3, 0], [4, 5, 1, 2]), ([1, 2, 2], [3, 3]), ([1], []), ([], [])):
         part = batch.select(rows)
-        assert part.packed["numbers"].tolist() == [[x, x] for x in expected] and len(expected) == part.mask.sum()
+        assert part.token_fields["numbers"].tolist() == [[x, x] for x in expected] and len(expected) == part.mask.sum()
     flat = torch.tensor([1, 2, 8, 9, 11])  # where the mask is True in [B * T]
-    assert batch.packed_index(flat).tolist() == [0, 1, 2, 3, 4]
+    assert batch.trained_token_index(flat).tolist() == [0, 1, 2, 3, 4]
     empty = Batch(torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1, dtype=torch.bool), [])
-    assert empty.add_packed(x=torch.zeros(0, 2)).select([]).packed["x"].shape == (0, 2)
+    assert empty.add_token_fields(x=torch.zeros(0, 2)).select([]).token_fields["x"].shape == (0, 2)

@@ -166,9 +166,9 @@ def test_gradient_equals_dense_formulas(tiny_dir, teacher_dir, processor, expect
     batch, options = make_batch(processor), LAYOUTS[layout]
     teacher = engine_for(teacher_dir, processor, **options)
     if top_k:
-        batch.add_packed(**teacher.topk_logprobs(batch, top_k)._asdict())
+        batch.add_token_fields(**teacher.topk_logprobs(batch, top_k)._asdict())
     else:
-        batch.add_packed(hidden=teacher.hidden_states(batch))
+        batch.add_token_fields(hidden=teacher.hidden_states(batch))
     sgd = partial(torch.optim.SGD, lr=0.0)
     engine = engine_for(tiny_dir, processor, optimizer=sgd, keep_gradients=True, **options)
     output_layer = None if top_k else teacher.output_layer()
@@ -206,10 +206,10 @@ def test_values_are_float32_and_gradients_in_the_dtype_of_the_logits(count):
         seen.append(logits.dtype)
         return logits.logsumexp(1) + tensors["x"].to(logits.dtype)
 
-    packed = {"x": torch.arange(count)}
+    fields = {"x": torch.arange(count)}
     both = [
-        apply_to_logits(function, hidden @ weight.T, packed),
-        apply_to_hidden_states(function, hidden, weight, packed),
+        apply_to_logits(function, hidden @ weight.T, fields),
+        apply_to_hidden_states(function, hidden, weight, fields),
     ]
     for values in both:
         (gradient,) = torch.autograd.grad(values.sum(), hidden)
@@ -223,6 +223,6 @@ def test_bad_input_is_named(tiny_dir, processor):
     with pytest.raises(ValueError, match=r"k: expected 1 to \d+, the size of the vocabulary, got 100000"):
         engine.topk_logprobs(batch, 100_000)
     with pytest.raises(ValueError, match=r"ids: expected \[\d+, ...\], one for each token of mask, got \(1, 4\)"):
-        batch.add_packed(ids=torch.zeros(1, 4))
+        batch.add_token_fields(ids=torch.zeros(1, 4))
     with pytest.raises(ValueError, match=r"logit_functions: expected values of shape \[\d\], got \[\]"):
         engine.train_batch(batch, loss_fn, logit_functions={"divergence": lambda logits, _: logits.sum()})

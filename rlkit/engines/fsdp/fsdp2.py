@@ -212,8 +212,8 @@ class Fsdp2Engine(OffloadingEngine):
             loss_fn: (out, mb) -> (loss, metrics). Metrics are 0-d tensors already divided by global totals. They are
                 summed over micro-batches and ranks; for names that end in "/max" the maximum is taken.
             outputs: any of `known_outputs`, with gradient.
-            logit_functions: further outputs by name, with gradient: functions of the logits and of `batch.packed`,
-                which are called for some tokens at a time, see rlkit.engines.logit_functions.
+            logit_functions: further outputs by name, with gradient: functions of the logits and of
+                `batch.token_fields`, which are called for some tokens at a time, see rlkit.engines.logit_functions.
 
         Returns:
             The metrics, and `loss`, `grad_norm` (before clipping), `lr`, and `skipped_steps`: 1 if the gradient was not
@@ -342,7 +342,7 @@ class Fsdp2Engine(OffloadingEngine):
     # --- for teachers
 
     def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
-        """The K likeliest tokens in place of each token of the mask, as tensors [N, K] for `Batch.add_packed`.
+        """The K likeliest tokens in place of each token of the mask, as tensors [N, K] for `Batch.add_token_fields`.
 
         Their log-probabilities are over the whole vocabulary, at the engine's temperature.
 
@@ -413,7 +413,7 @@ class Fsdp2Engine(OffloadingEngine):
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             inputs = self._inputs(micro_batch, dummy)
-            tokens = batch.packed_rows(rows)[micro_batch.packed_index(inputs.output_indices)]
+            tokens = batch.trained_tokens_of_rows(rows)[micro_batch.trained_token_index(inputs.output_indices)]
             for name, x in gather_over_ulysses(compute(inputs), inputs, self.ulysses).items():
                 result = results.setdefault(name, torch.zeros(int(batch.mask.sum()), *x.shape[1:], dtype=x.dtype))
                 result[tokens] = x[: len(tokens)].cpu()

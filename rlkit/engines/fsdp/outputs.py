@@ -48,12 +48,12 @@ class TokenFunctions:
     Attributes:
         by_name: the functions, by the names of their outputs.
         count: number of these tokens, which are the first of `logits_to_keep`.
-        packed: `Batch.packed` at these tokens, [count, ...] by name, on the device.
+        fields: `Batch.token_fields` at these tokens, [count, ...] by name, on the device.
     """
 
     by_name: Mapping[str, LogitFunction]
     count: int
-    packed: Mapping[str, Tensor]
+    fields: Mapping[str, Tensor]
 
 
 def token_functions(
@@ -69,8 +69,10 @@ def token_functions(
     indices = inputs.output_indices
     if ulysses is not None:
         indices = indices.split(inputs.outputs_per_rank)[ulysses.rank]
-    tokens = batch.packed_index(indices)
-    return TokenFunctions(functions, len(tokens), {name: x[tokens].to(device) for name, x in batch.packed.items()})
+    tokens = batch.trained_token_index(indices)
+    return TokenFunctions(
+        functions, len(tokens), {name: x[tokens].to(device) for name, x in batch.token_fields.items()}
+    )
 
 
 def outputs_from_logits(
@@ -95,7 +97,7 @@ def outputs_from_logits(
     if suppress is not None:
         logits = suppress_tokens(logits, suppress)
     results = {
-        name: apply_to_logits(function, logits[: functions.count], functions.packed)
+        name: apply_to_logits(function, logits[: functions.count], functions.fields)
         for name, function in functions.by_name.items()
     }
     results["logprobs"] = target_logprobs(logits, targets, temperature)
@@ -117,7 +119,7 @@ def outputs_from_hidden(
     """`outputs_from_logits` for the logits that the output layer `head` would compute from hidden states [K, H]."""
     options = {"bias": head.bias, "suppress": suppress}
     results = {
-        name: apply_to_hidden_states(function, hidden[: functions.count], head.weight, functions.packed, **options)
+        name: apply_to_hidden_states(function, hidden[: functions.count], head.weight, functions.fields, **options)
         for name, function in functions.by_name.items()
     }
     results["logprobs"], entropy = linear_logprobs(hidden, head.weight, targets, temperature, **options)

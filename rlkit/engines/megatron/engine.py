@@ -404,13 +404,13 @@ class MegatronEngine(OffloadingEngine):
         self, functions: Mapping[str, LogitFunction], mb: Batch, inputs: ModelInputs, selected: Tensor
     ) -> dict[str, Tensor]:
         """[K'] values of `logit_functions`; each piece of logits is gathered over the tensor ranks."""
-        tokens = mb.packed_index(inputs.output_indices)
-        packed = {name: x[tokens].to(self.device) for name, x in mb.packed.items()}
+        tokens = mb.trained_token_index(inputs.output_indices)
+        fields = {name: x[tokens].to(self.device) for name, x in mb.token_fields.items()}
         hidden = selected[: len(tokens)]
         results = {}
         for name, function in functions.items():
             apply_to_slice = partial(_apply_to_full_logits, function, self.suppressed_token_ids)
-            results[name] = apply_to_hidden_states(apply_to_slice, hidden, self._head_weight(), packed)
+            results[name] = apply_to_hidden_states(apply_to_slice, hidden, self._head_weight(), fields)
         return results
 
     @with_weights_on_device
@@ -421,7 +421,7 @@ class MegatronEngine(OffloadingEngine):
 
         def finish(rows: list[int], mb: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
             top = topk_of_chunks(self._logit_chunks(result[0][inputs.logits_to_keep]), k, self.temperature)
-            tokens = batch.packed_rows(rows)[mb.packed_index(inputs.output_indices)]
+            tokens = batch.trained_tokens_of_rows(rows)[mb.trained_token_index(inputs.output_indices)]
             found = (tokens, *(x[: len(tokens)].cpu() for x in top))
             return result.new_zeros(()), torch.zeros((), dtype=torch.int), found
 
@@ -574,11 +574,11 @@ class MegatronEngine(OffloadingEngine):
 
 
 def _apply_to_full_logits(
-    function: LogitFunction, suppressed: Tensor | None, logits: Tensor, packed: Mapping[str, Tensor]
+    function: LogitFunction, suppressed: Tensor | None, logits: Tensor, fields: Mapping[str, Tensor]
 ) -> Tensor:
     """A function of the whole vocabulary, of which each tensor rank has the logits of a slice."""
     logits = gather_from_tensor_model_parallel_region(logits)
-    return function(logits if suppressed is None else suppress_tokens(logits, suppressed), packed)
+    return function(logits if suppressed is None else suppress_tokens(logits, suppressed), fields)
 
 
 def _without_weights(model: Any) -> Any:
