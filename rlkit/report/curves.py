@@ -30,7 +30,7 @@ LABELS = {
     "lr": "learning rate",
     "ratio/clip_fraction": "share of clipped tokens",
     "mismatch/abs_dlogp": "mean |dlogp| of sampler and trainer",
-    "response_length/cut": "share of answers cut at the limit",
+    "response_length/truncated": "share of answers truncated at the limit",
     "reward/equal": "share of prompts whose answers have equal rewards",
     "tokens": "trained tokens per step",
     "time/tokens_per_second": "tokens per second",

@@ -68,21 +68,21 @@ class Answers:
 def answer_metrics(answers: Answers, engine: Any) -> dict[str, float]:
     """Rewards and their parts, lengths and counts, over the answers of all ranks.
 
-    `response_length/cut` is the share of answers that were truncated at the token limit.
+    `response_length/truncated` is the share of answers that were truncated at the token limit.
     """
     lengths = [len(sample.response_ids) for sample in answers.generated]
-    cut = sum(sample.finish_reason == "length" for sample in answers.generated)
+    truncated = sum(sample.finish_reason == "length" for sample in answers.generated)
     unscored = int(answers.rewards.isnan().sum())
-    counts = [len(lengths), sum(lengths), cut, unscored, len(answers.skipped)]
+    counts = [len(lengths), sum(lengths), truncated, unscored, len(answers.skipped)]
     sums = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-    count, tokens, cut, unscored, skipped = sums.tolist()
+    count, tokens, truncated, unscored, skipped = sums.tolist()
     longest = torch.tensor(float(max(lengths, default=0)))
     return {
         **reward_stats(answers.rewards, group_ids(answers.generated), engine.global_sum),
         **part_means(answers.parts, engine.global_sum),
         "response_length/mean": tokens / max(count, 1),
         **reduce_metrics({"response_length/max": longest}, engine.data_parallel_group),
-        "response_length/cut": cut / max(count, 1),
+        "response_length/truncated": truncated / max(count, 1),
         "unscored": unscored,
         "skipped_rows": skipped,
         "time/scoring": answers.scoring_seconds,
@@ -124,14 +124,14 @@ class LearningWarnings:
                 f"for {EQUAL_STEPS} steps, from which little or nothing is learned: look at the answers, and at how "
                 "they are scored (--reward)",
             )
-        if (cut := metrics["response_length/cut"]) > 0.5:
-            at = f"are cut at --max_new_tokens {self.cfg.max_new_tokens}"
+        if (share := metrics["response_length/truncated"]) > 0.5:
+            at = f"are truncated at --max_new_tokens {self.cfg.max_new_tokens}"
             if getattr(self.cfg, "max_turns", 1) > 1:
                 of_episode = f"--max_response_tokens {self.cfg.max_response_tokens} (0: the rest of the context)"
                 advice = f"{at} in a turn, or do not fit into {of_episode}: raise what limits them"
             else:
                 advice = f"{at}: raise it"
-            self._warn_once("cut", f"{cut:.0%} of the answers {advice}")
+            self._warn_once("truncated", f"{share:.0%} of the answers {advice}")
 
     def _rewards_are_equal(self, metrics: Mapping[str, float]) -> bool:
         """Whether all rewards that the recipe compares with each other are the same."""

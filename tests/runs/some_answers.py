@@ -64,7 +64,7 @@ def expected():
         "reward_part/form": fmean(part for _, part, *_ in EVERY if part is not None),
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
-        "response_length/cut": fmean(finish == "length" for *_, finish in EVERY),
+        "response_length/truncated": fmean(finish == "length" for *_, finish in EVERY),
         "unscored": unscored,
         "skipped_rows": len(SKIPPED),
         "time/scoring": 0.0,

@@ -50,7 +50,7 @@ def test_nothing_that_was_scored():
     for answers in (unscored(2), Answers()):  # a share below 1 asks for one scored answer at least
         assert too_few_scored(answers, same, 0.99) and not too_few_scored(answers, same, 1.0)
     found = measure(Answers())["metrics"]
-    assert found["response_length/mean"] == found["response_length/cut"] == found["unscored"] == 0
+    assert found["response_length/mean"] == found["response_length/truncated"] == found["unscored"] == 0
 
 
 def test_why_too_few_were_scored():
@@ -192,7 +192,7 @@ def test_a_run_that_cannot_learn_is_told_why_once():
     assert said.startswith("warning: the answers to each prompt have had equal rewards for 10 steps")
     assert warnings([*[equal] * 9, different, *[equal] * 9]) == []
     assert warnings([equal] * 30, group_size=1) == []  # nothing is compared
-    cut = "warning: 100% of the answers are cut at --max_new_tokens 6: raise it"
+    cut = "warning: 100% of the answers are truncated at --max_new_tokens 6: raise it"
     assert warnings([different] * 3, finish="length") == [cut]
 
 
@@ -212,10 +212,10 @@ def test_the_warning_of_cut_episodes_names_the_limits_of_a_turn_and_of_an_episod
     said, limits = [], {"max_new_tokens": 6, "max_response_tokens": 20}
     for max_turns in (1, 3):
         cfg = SimpleNamespace(max_turns=max_turns, **limits)
-        LearningWarnings(cfg, SimpleNamespace(print=said.append)).check({"response_length/cut": 0.6})
-    assert said[0] == "warning: 60% of the answers are cut at --max_new_tokens 6: raise it"
+        LearningWarnings(cfg, SimpleNamespace(print=said.append)).check({"response_length/truncated": 0.6})
+    assert said[0] == "warning: 60% of the answers are truncated at --max_new_tokens 6: raise it"
     assert said[1].startswith(
-        "warning: 60% of the answers are cut at --max_new_tokens 6 in a turn, or do not fit into "
+        "warning: 60% of the answers are truncated at --max_new_tokens 6 in a turn, or do not fit into "
     )
     assert "--max_response_tokens 20 " in said[1]
 
