@@ -112,11 +112,16 @@ class PromptStates:
     """
 
     def __init__(self, layer_idx: int) -> None:
-        self.layers = {layer_idx: self}
+        self.layer_idx = layer_idx
         self.last_inputs: list[Tensor] = []  # of the convolution, [S, C, kernel size]
         self.last_states: list[Tensor] = []  # [S, heads, key size, value size]
         self.conv_states: list[Tensor] = []
         self.recurrent_states: list[Tensor] = []
+
+    @property
+    def layers(self) -> dict[int, PromptStates]:
+        """Made anew: an object that refers to itself would keep the states until Python's garbage collector runs."""
+        return {self.layer_idx: self}
 
     def continue_from(self, prompts: Tensor) -> None:
         """Let row i of the next call start from the last state of row `prompts[i]` of all rows collected."""
