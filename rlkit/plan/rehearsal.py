@@ -20,7 +20,7 @@ from rlkit.engines.value_head import with_value_head
 from rlkit.losses import jsd_loss, token_mean
 from rlkit.plan.cache import HALF
 from rlkit.plan.fake_ranks import fake_ranks
-from rlkit.plan.kernels import use_own_attention, use_planned_attention
+from rlkit.plan.kernels import planned_recurrence, use_own_attention, use_planned_attention
 from rlkit.plan.ledger import GATHERED, Ledger
 from rlkit.plan.workload import (
     PackedRows,
@@ -131,7 +131,7 @@ def rehearse(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
     models = _models(cfg, roles)
     use_planned_attention()
     try:
-        with fake_ranks(world) as ledger:
+        with fake_ranks(world) as ledger, planned_recurrence(models.values()):
             return _rehearse(cfg, roles, models, ledger, image_tokens)
     finally:
         use_own_attention()
