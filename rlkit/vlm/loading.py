@@ -10,6 +10,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rlkit.data.lookup import check_source, one_line, requires_extra
 from rlkit.data.vision_tensors import FRAME_COUNTS
@@ -19,6 +20,7 @@ from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
 from rlkit.vlm.weight_files import ADAPTERS, adapters_message, check_dtypes, check_trainable
 
 MODELSCOPE = "modelscope:"
+LARGE = 1 << 28  # elements, more than any buffer has
 DECODERS_BY_DESIGN = ("gpt_neox", "gpt_neox_japanese")  # their is_decoder is false, as an encoder's is
 
 
@@ -144,7 +146,7 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
     path = model_path(path)
     auto = _auto_class(config)
     _check_sizes(path, config, **options)
-    with init_empty_weights(include_buffers=False):
+    with _LargeOnMeta(), init_empty_weights(include_buffers=False):
         model = auto.from_config(config, **options).eval()
     model.tie_weights()  # init_empty_weights unties parameters
     keep_in_float32(model, model.config.dtype or model.dtype)
@@ -155,6 +157,19 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"model {path!r}: generation_config.json: {error}") from error
     return model
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Large tensors of `torch.empty` are made on the meta device.
+
+    `init_empty_weights` moves a parameter there once it exists, and the experts of one layer of DeepSeek-V3 take 30 GB.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and (on_meta := func(*args, **{**kwargs, "device": "meta"})).numel() > LARGE:
+            return on_meta
+        return func(*args, **kwargs)
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.vlm import load_model, load_processor
+from rlkit.vlm.loading import empty_model
 from rlkit.vlm.model_config import changed_config, write_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -125,3 +126,12 @@ def test_a_run_trains_samples_and_exports_the_changed_model(text_dir, tmp_path):
     planned = ["--model", f"{text_dir}/config.json", *changes, "--max_prompt_tokens", "8"]
     roles = recipe_roles(module, recipe_options(module, planned))
     assert roles.policy.num_hidden_layers == 1 and roles.policy.intermediate_size == 48
+
+
+def test_a_layer_larger_than_memory_is_made_on_the_meta_device():
+    """The experts of the layer would take a terabyte."""
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 8192}
+    model = empty_model("", AutoConfig.for_model("deepseek_v3", **sizes), dtype=torch.float32)
+    assert max(p.numel() for p in model.parameters()) == 8192 * 2 * 2048 * 7168
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {b.device.type for b in model.buffers()} == {"cpu"}
