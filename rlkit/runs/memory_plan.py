@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from rlkit.vlm.tiny import is_tiny
 
 FILE = "plan.json"
 CGROUP = Path("/sys/fs/cgroup")
+OF_PROCESS = Path("/proc/self/cgroup")
 SEEN_ROWS = 100  # rows that are looked at for images
 PHASES = {"weight sync": "weight_sync", "generate": "generate"}  # of the plan, in a run; all others are its "train"
 
@@ -120,24 +121,33 @@ def _arguments(cfg: Any, rows: Sequence[Row]) -> list[str]:
     arguments = [str(_recipe(cfg)), "--nproc", str(world), "--gpus_per_node", machine or str(world)]
     share = OWN_SERVER_SHARE if own_server_shares_gpu(cfg, world) else 0.0
     arguments += ["--gpu", gpu.name, "--gpu_memory", str((1 - share) * gpu.total_memory / 2**30)]
-    if hasattr(os, "sysconf"):  # not on Windows
-        arguments += ["--host_memory", str(host_memory() / 2**30)]
-    arguments += ["--fill_micro_batch"]
+    arguments += ["--host_memory", str(host_memory() / 2**30), "--fill_micro_batch"]
     if not _have_images(rows):
         arguments += ["--image_tokens", "0"]
     return [*arguments, *changed_arguments(cfg, without=RUN_ONLY_OPTIONS)]
 
 
-def host_memory(cgroup: Path | None = None) -> int:
-    """Bytes of this machine's memory, or of this container's if its limit (docker --memory) is lower.
+def host_memory(cgroup: Path | None = None, of_process: Path | None = None) -> int:
+    """Bytes of this machine's memory, or of the lowest limit of this process's cgroups (docker --memory, a SLURM job).
 
     Args:
         cgroup: the directory with the limits; by default `CGROUP`.
+        of_process: a file that names the cgroups of this process; by default `OF_PROCESS`.
     """
     cgroup, sizes = cgroup or CGROUP, [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):  # of version 2, of version 1
-        with suppress(OSError, ValueError):  # no such file; "max", for no limit
-            sizes.append(int(file.read_text()))
+    of_process = of_process or OF_PROCESS
+    for line in of_process.read_text().splitlines() if of_process.exists() else ():  # a kernel may have no cgroups
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, name = cgroup, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = cgroup / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        within = PurePosixPath(path.lstrip("/"))
+        for part in (within, *within.parents):  # a limit also holds for the cgroups below it
+            with suppress(OSError, ValueError):  # no such file; "max", for no limit
+                sizes.append(int((root / part / name).read_text()))
     return min(sizes)
 
 

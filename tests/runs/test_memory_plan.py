@@ -151,14 +151,24 @@ def test_the_machines_memory_is_known_at_the_start(recipe, model, gpu, tmp_path,
     assert float(found["--host_memory"]) == pytest.approx(int(total.split()[1]) / 2**20, rel=0.01)
 
 
-@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_a_containers_limit_is_the_memory_of_its_host(tmp_path, file):
-    """The first file is that of cgroups in version 2, the second in version 1, where no limit is a large number."""
-    whole = memory_plan.host_memory(tmp_path)
-    (path := tmp_path / file).parent.mkdir(exist_ok=True)
-    for limit, expected in ((f"{64 << 20}\n", 64 << 20), ("max\n", whole), ("9223372036854771712\n", whole)):
-        path.write_text(limit)
-        assert memory_plan.host_memory(tmp_path) == expected
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("0::/", ["memory.max"]),
+        ("0::/job_7/step_0", ["memory.max", "job_7/memory.max", "job_7/step_0/memory.max"]),
+        ("4:cpu,memory:/docker/1", ["memory/memory.limit_in_bytes", "memory/docker/1/memory.limit_in_bytes"]),
+    ],
+)
+def test_the_limit_of_a_container_or_a_job_is_the_memory_of_its_host(tmp_path, line, files):
+    """Of cgroups in version 2, and in version 1, where no limit is a large number."""
+    (of_process := tmp_path / "cgroup").write_text(f"9:pids:/other\n{line}\n")
+    root = tmp_path / "sys"
+    whole = memory_plan.host_memory(root, of_process)
+    for file in files:
+        (path := root / file).parent.mkdir(parents=True, exist_ok=True)
+        for limit, expected in ((f"{64 << 20}\n", 64 << 20), ("max\n", whole), ("9223372036854771712\n", whole)):
+            path.write_text(limit)
+            assert memory_plan.host_memory(root, of_process) == expected
 
 
 def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
