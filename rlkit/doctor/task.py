@@ -13,6 +13,7 @@ from rlkit.data import Sample, Task, prompt_sample
 from rlkit.data.messages import prompt_of, text_of
 from rlkit.doctor.findings import Finding
 from rlkit.rewards import score
+from rlkit.rewards.maths import result
 from rlkit.vlm import encode_prompt, load_image
 from rlkit.vlm.audios import load_audios
 from rlkit.vlm.videos import load_videos
@@ -24,7 +25,7 @@ LONGEST = 1500  # characters of a text to print
 FORMS: Mapping[str, Callable[[str, str], str]] = {
     "right": lambda right, wrong: right,
     "right, in a sentence": lambda right, wrong: f"The answer is {right}.",
-    "right, in \\boxed{}": lambda right, wrong: f"So it is \\boxed{{{right}}}.",
+    "right, in \\boxed{}": lambda right, wrong: f"So it is \\boxed{{{result(right) or right}}}.",
     "another row's answer": lambda right, wrong: wrong,
     "nothing": lambda right, wrong: "",
 }

@@ -32,6 +32,8 @@ START_SECONDS = 120.0  # to import sympy, even on a busy machine
 SECONDS = 5.0
 
 MARKERS = re.compile(r"####|\banswer\s*(?:is|:|=)(?:\*\*)?:?", re.IGNORECASE)
+FRACTION = r"\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
+BOX = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{|(?P<content>{FRACTION}|-?\d+(?:[.,]\d+)*))")
 BLOCK = re.compile(r"\\\[|\$\$|\\begin\{(\w+\*?)\}")
 
 
@@ -61,7 +63,8 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
         ImportError: math-verify is not installed.
         ValueError: the row has no answer.
     """
-    gold = _right_answer(str(row["answer"])) if row.get("answer") is not None else None
+    right = row.get("answer")
+    gold = None if right is None or isinstance(right, Mapping) else _right_answer(str(right))
     if not gold:
         raise ValueError(f"{row.get('where', 'row')}: answer: expected text or a number, got {row.get('answer')!r}")
     answer = final_answer(text, thinking_tags_of(row)[1])
@@ -74,15 +77,14 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
 def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
     r"""1 if the content of the answer's last `\boxed{}` is the row's answer as text, 0 if not; None without an answer.
 
-    Case, white space, and dollars or `\text{}` around it are ignored. The row's answer may be in a box itself. It may
-    be a list of answers, one of which is enough.
+    Case, white space, the commas of 2,005, and dollars or `\text{}` around it are ignored. If the row's answer is a
+    solution with a box or a marker such as `####`, its `final_answer` counts. It may be a list of answers, one of which
+    is enough.
     """
     answer = final_answer(text, thinking_tags_of(row)[1])
 
     def is_same(right: str) -> float:
-        gold = final_answer(right)
-        right = gold.text if gold is not None and gold.boxed else right
-        return float(answer is not None and answer.boxed and _words(answer.text) == _words(right))
+        return float(answer is not None and answer.boxed and _words(answer.text) == _words(result(right) or right))
 
     return best_match(is_same, row.get("answer"))
 
@@ -90,19 +92,23 @@ def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
 def _words(text: str) -> str:
     text = text.strip().strip("$").strip()
     inner = re.fullmatch(r"\\text(?:bf|it|rm)?\{([^{}]*)\}", text)
-    return " ".join((inner[1] if inner else text).lower().split())
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", inner[1] if inner else text)
+    return " ".join(text.lower().split())
 
 
 def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> FinalAnswer | None:
     r"""The result of a solution.
 
-    Only the text after the last `closing_tag` counts. The result is the content of the last `\boxed{}`
-    or `\fbox{}`, None if that is not closed. Without a box it is the rest of the line after the last `####`,
-    `answer is` or `answer:`, or else the next line. Without these it is the last line. Empty lines and the fences of
-    code do not count; a display formula or a LaTeX environment over several lines is one line.
+    Only the text after the last `closing_tag` counts. The result is the content of the last `\boxed{}` or `\fbox{}`, or
+    a number or fraction after `\boxed` without braces; None if braces are not closed. Without a box it is the rest of
+    the line after the last `####`, `answer is` or `answer:`, or else the next line. Without these it is the last line.
+    Empty lines and the fences of code do not count; a display formula or a LaTeX environment over several lines is one
+    line.
     """
     text = text.rpartition(closing_tag)[2]
-    if boxes := list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text)):
+    if boxes := list(BOX.finditer(text)):
+        if content := boxes[-1]["content"]:
+            return FinalAnswer(content, boxed=True, marked=False)
         start = boxes[-1].end()
         closed = _closing(text, start)
         return None if closed is None else FinalAnswer(text[start:closed].strip(), boxed=True, marked=False)
@@ -111,10 +117,16 @@ def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> FinalAnswer 
     return FinalAnswer(lines[0 if marks else -1], boxed=False, marked=bool(marks)) if lines else None
 
 
-def _right_answer(text: str) -> str | None:
-    """The answer of a row: the result of a solution with a box or a marker, otherwise all lines."""
+def _right_answer(text: str) -> str:
+    """The answer of a row: the result of a solution, or all lines of another text."""
+    found = result(text)
+    return ", ".join(_lines(text)) if found is None else found
+
+
+def result(text: str) -> str | None:
+    """The `final_answer` of a solution with a box or a marker; None for other texts."""
     found = final_answer(text)
-    return found.text if found and (found.boxed or found.marked) else ", ".join(_lines(text))
+    return found.text if found and (found.boxed or found.marked) else None
 
 
 def _lines(text: str) -> list[str]:

@@ -60,6 +60,10 @@ def _passes(text: str, row: Mapping[str, Any]) -> Iterator[bool]:
 
 def _parse_test(test: Any, where: str) -> tuple[dict[str, Any], Callable[[Ran], bool]]:
     """Arguments of `run_python` for a test, and the function that decides whether the program has passed."""
+    if isinstance(test, Mapping) and (test.get("testtype", "stdin") != "stdin" or "fn_name" in test):
+        raise ValueError(
+            f"{where}: tests: expected programs that read standard input, got a call of a function: {test!r}"
+        )
     if isinstance(test, Mapping) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
         return {"stdin": test["input"]}, lambda ran: ran.code == 0 and _lines(ran.stdout) == _lines(test["output"])
     try:

@@ -145,6 +145,12 @@ def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str
     names = {option.name for option in fields(config)}
     if unknown := sorted(set(options) - names):
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
+    for name, x in options.items():
+        if isinstance(x, str) and (found := re.search(r"[\0-\x08\v\f\x0e-\x1f]", x)):
+            raise ValueError(
+                f"config {file!r}: {name}: expected text, got the control character {found[0]!r} in it; YAML reads \\b "
+                "and \\f in double quotes as characters, so use single quotes"
+            )
     if "steps" in given:
         options.pop("epochs", None)
     return [part for name, x in options.items() if x is not None for part in _as_arguments(name, x)]

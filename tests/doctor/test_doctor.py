@@ -253,7 +253,7 @@ def test_the_command_on_data(tmp_path, capsys):
         data_command.main(["check", pairs, "--kind", "pairs"])
     said = capsys.readouterr().out
     assert end.value.code == 0 and "chosen: good" in said and "Rewards" not in said
-    boxed = a_file(tmp_path, [{"question": f"What is {i}?", "answer": str(i)} for i in range(20)])
+    boxed = a_file(tmp_path, [{"question": f"What is {i}?", "answer": f"We count.\n#### {i}"} for i in range(20)])
     with pytest.raises(SystemExit) as end:
         data_command.main(["check", boxed, "--reward", "boxed"])
     assert end.value.code == 0 and "\\boxed{" in capsys.readouterr().out

@@ -159,6 +159,7 @@ def test_the_thinking_of_other_tags_is_no_program(monkeypatch):
         ["f(1) == 2"], ["assert f(1)"], ["assert f(1) != 2"], ["assert f(1) == g(2)"],
         ["assert f(1) == 2 == 3"], ["assert f(1) == 2\nassert f(2) == 3"], ["assert f(1 == 2"], [{"input": "1"}],
         [{"input": 1, "output": 2}], ["assert f() == 1", "check(f)"],
+        [{"input": "1", "output": "2", "testtype": "functional"}], [{"input": "1", "output": "2", "fn_name": "f"}],
     ],
 )  # fmt: skip
 def test_bad_tests_are_named(tests, monkeypatch):

@@ -232,6 +232,11 @@ def test_an_answer_may_be_a_number_or_a_list():
         assert exact_match(text, {"answer": ["x", answer]}) == same
     for answer in ([], None):
         assert exact_match("[]", {"answer": answer}) is None and boxed_match(r"\boxed{}", {"answer": answer}) is None
+    for reward in (exact_match, boxed_match, squad_f1):
+        with pytest.raises(
+            ValueError, match="answer: expected text, a number or a list of these, got fields value, aliases"
+        ):
+            reward("Bob", {"answer": {"value": "Bob", "aliases": ["Robert"]}})
     assert exact_match("['5']", {"answer": ["5"]}) == 0 and squad_f1("1912", {"answer": 1912.0}) == 1
 
 

@@ -136,6 +136,10 @@ def test_a_text_that_looks_like_an_option_survives_a_file(tmp_path, text):
         (None, "config: expected a YAML or JSON file, got '.*run.yaml': .*No such file"),
         ("lr: [1", "config: expected a YAML or JSON file, got '.*run.yaml': "),
         ("- lr", "config '.*run.yaml': expected options by name, got a list"),
+        (
+            r'loss: "\boxed{}"',
+            r"config '.*run.yaml': loss: expected text, got the control character .*x08' in it; YAML reads .*",
+        ),
     ],
 )
 def test_a_file_that_holds_no_options_is_named(tmp_path, content, problem):
