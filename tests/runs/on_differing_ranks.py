@@ -1,0 +1,35 @@
+"""Run by `test_differing_ranks.py`: what two ranks that differ from each other get.
+
+on_differing_ranks.py OUT_DIR
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from forked_ranks import fork_ranks  # noqa: E402
+
+from rlkit.engines.distributed import init_distributed, reduce_metrics  # noqa: E402
+
+
+def reduced():
+    """Metrics with other names on each rank, and then with the same."""
+    of_ranks = [{"a": 1.0, "both": 2.0, "a/max": -3.0}, {"b": 10.0, "both": 20.0, "c": 5.0}]
+    return reduce_metrics(of_ranks[dist.get_rank()]), reduce_metrics({"x/max": dist.get_rank(), "y": 1.0})
+
+
+CASES = [reduced]
+
+
+def on_rank(out):
+    init_distributed("cpu")
+    results = {case.__name__: case() for case in CASES}
+    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    fork_ranks(on_rank, 2, sys.argv[1])
