@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from forked_ranks import fork_ranks  # noqa: E402
 
 from rlkit.engines.distributed import init_distributed, reduce_metrics  # noqa: E402
+from rlkit.runs import RunOptions  # noqa: E402
+from rlkit.runs.directory import recorded_contents  # noqa: E402
 
 
 def reduced():
@@ -21,7 +23,19 @@ def reduced():
     return reduce_metrics(of_ranks[dist.get_rank()]), reduce_metrics({"x/max": dist.get_rank(), "y": 1.0})
 
 
-CASES = [reduced]
+def contents():
+    """The recorded contents of the same rows, and the errors for other rows on rank 1."""
+    rows = [{"question": str(i)} for i in range(7)]
+    found = [recorded_contents(RunOptions(), rows, rows[:2])]
+    for others in ((rows[:4], rows[:2]), (rows, rows[1::-1])):  # fewer, and in another order
+        try:
+            found.append(recorded_contents(RunOptions(), *(others if dist.get_rank() else (rows, rows[:2]))))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+CASES = [reduced, contents]
 
 
 def on_rank(out):

@@ -1,6 +1,7 @@
-"""Ranks that differ from each other: in the names of their metrics."""
+"""Ranks that differ from each other: in the names of their metrics, and in their rows."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,3 +25,15 @@ def test_metrics_are_reduced_by_name(ranks):
         differing, same = rank["reduced"]
         assert differing == {"a": 1, "b": 10, "both": 22, "c": 5, "a/max": -3}
         assert same == {"x/max": 1, "y": 2}
+
+
+def test_other_rows_on_another_rank_are_refused_on_all_ranks(ranks):
+    """Rank 0 alone looked at its rows, so ranks trained on rows that others held out, or waited for each other."""
+    (same, fewer, reordered), of_rank_1 = (rank["contents"] for rank in ranks)
+    assert of_rank_1 == [same, fewer, reordered] and same["train"].startswith("7 rows, fingerprint ")
+    expected = (
+        r"train: expected the same contents on all ranks, got 7 rows, fingerprint \w+ on rank 0 and 4 rows, "
+        r"fingerprint \w+ on rank 1; a task that shuffles needs a fixed seed, and files must be the same on all nodes"
+    )
+    assert re.fullmatch(expected, fewer)
+    assert re.match(r"heldout: .*, got 2 rows, fingerprint (\w+) on rank 0 and 2 rows, fingerprint (?!\1)", reordered)
