@@ -6,14 +6,18 @@ on_differing_ranks.py OUT_DIR
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from forked_ranks import fork_ranks  # noqa: E402
 
-from rlkit.engines.distributed import init_distributed, reduce_metrics  # noqa: E402
-from rlkit.runs import RunOptions  # noqa: E402
+from rlkit.data import Batch  # noqa: E402
+from rlkit.engines.distributed import all_reduce, init_distributed, reduce_metrics  # noqa: E402
+from rlkit.losses import token_mean  # noqa: E402
+from rlkit.runs import RunOptions, global_loss  # noqa: E402
 from rlkit.runs.directory import recorded_contents  # noqa: E402
 
 
@@ -35,7 +39,22 @@ def contents():
     return found
 
 
-CASES = [reduced, contents]
+def heldout_loss():
+    """Of rank 0's two rows and rank 1's one, with one and two trained tokens each."""
+    rank = dist.get_rank()
+    mask = torch.tensor([[False, True, True]] if rank else [[False, True, False]] * 2)
+    batch = Batch(torch.zeros(mask.shape, dtype=torch.long), mask, [3] * len(mask))
+    out = {"logprobs": torch.full(mask.shape, -4.0 if rank else -1.0)}
+
+    def loss_fn(out, mb):
+        loss = token_mean(-out.logprobs, mb.mask, mb.total_tokens)
+        return loss, {"answer/max": mb.mask.sum(1).max(), f"of_rank_{rank}": 1 / mb.total_sequences}
+
+    engine = SimpleNamespace(global_sum=all_reduce, data_parallel_group=None)
+    return global_loss(engine, loss_fn, out, batch)
+
+
+CASES = [reduced, contents, heldout_loss]
 
 
 def on_rank(out):

@@ -1,4 +1,4 @@
-"""Ranks that differ from each other: in the names of their metrics, and in their rows."""
+"""Ranks that differ from each other: in their rows, and in the names and values of their metrics."""
 
 import json
 import re
@@ -37,3 +37,10 @@ def test_other_rows_on_another_rank_are_refused_on_all_ranks(ranks):
     )
     assert re.fullmatch(expected, fewer)
     assert re.match(r"heldout: .*, got 2 rows, fingerprint (\w+) on rank 0 and 2 rows, fingerprint (?!\1)", reordered)
+
+
+def test_metrics_of_a_heldout_loss_are_reduced_as_in_training(ranks):
+    """Maxima of ranks were added."""
+    expected = {"loss": (1 + 1 + 4 + 4) / 4, "answer/max": 2, "of_rank_0": 1 / 3, "of_rank_1": 1 / 3}
+    for rank in ranks:
+        assert rank["heldout_loss"] == pytest.approx(expected)
