@@ -35,6 +35,7 @@ REPLACED = {
         "rlkit.engines.offload.copy_to_host": "a copy on the host would be counted as memory of the GPU",
         "rlkit.engines.offload.copy_from_host": "the same",
         "rlkit.engines.distributed.GATHER_BY_BROADCAST": "the same",
+        "rlkit.engines.distributed.gather_objects": "simulated ranks send nothing",
         "rlkit.engines.fsdp.fsdp2.make_model_parallel_group": "simulated ranks cannot say which of them share rows",
     },
     "rlkit.plan.kernels": {

@@ -98,7 +98,7 @@ class Failures:
         self.repeated: Counter[str] = Counter()  # since `log_repeated`
         self.lock = Lock()
 
-    def add(self, error: Exception, where: str) -> None:
+    def add(self, error: BaseException, where: str) -> None:
         """Counts an error for the input `where`; the first of its kind is logged with its traceback."""
         place = _place(error)
         kind = type(error).__name__, place
@@ -133,7 +133,7 @@ def _listed(counts: Counter[str]) -> str:
     return "; ".join(f"{n} x {name}" for name, n in counts.most_common(3) if n)
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The line that raised an error, in the innermost code outside the standard library and installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))

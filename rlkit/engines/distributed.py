@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -88,11 +89,12 @@ def all_reduce(
 def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Sum each metric over the ranks of a group (all by default); for names that end in "/max" take the maximum.
 
-    The device is synchronised once.
+    Ranks may have different metrics. The device is synchronised once.
     """
-    names = sorted(metrics)
+    names = sorted(set().union(*gather_objects(list(metrics), group)))
     device = next((x.device for x in metrics.values() if isinstance(x, Tensor)), None)
-    numbers = [torch.as_tensor(metrics[name], dtype=torch.float64, device=device) for name in names]
+    found = {name: metrics.get(name, -math.inf if name.endswith("/max") else 0.0) for name in names}
+    numbers = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in found.values()]
     values = torch.stack([number.detach().reshape(()) for number in numbers])
     is_max = torch.tensor([name.endswith("/max") for name in names])
     sums, maxima = (all_reduce(values, op, group) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))

@@ -126,7 +126,8 @@ def fake_ranks(world: int) -> Iterator[Ledger]:
         # the ledger would count a copy in host memory as GPU memory
         stack.enter_context(mock.patch.object(offload, "copy_to_host", _no_copy))
         stack.enter_context(mock.patch.object(offload, "copy_from_host", _no_copy))
-        # making this group communicates with the other ranks, which do not exist
+        # these communicate with the other ranks, which do not exist
+        stack.enter_context(mock.patch.object(distributed, "gather_objects", lambda x, group=None: [x]))
         stack.enter_context(mock.patch.object(fsdp2, "make_model_parallel_group", lambda rank, size: None))
         stack.enter_context(FloatsWithoutMemory(ledger))
         yield ledger

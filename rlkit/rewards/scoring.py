@@ -61,7 +61,9 @@ def _score_one(reward: Reward, failures: Failures, sample: Sample) -> float:
         if value is not None and abs(value := float(value)) <= LARGEST:
             return value
         failures.count(f"a reward of {value}")  # an infinite one would spoil its whole group
-    except Exception as error:  # a failure of the reward function says nothing about the answer
+    except (Exception, SystemExit) as error:  # a failure of the reward function says nothing about the answer
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # a signal ends the run
+            raise
         where = sample.row.get("where", f"group {sample.group_id}")
         failures.add(error, f"{where}, answer {sample.text[:80]!r}")
     return math.nan

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from rlkit.data.samples import Row
 from rlkit.data.tables import as_rows
+from rlkit.engines.distributed import gather_objects
 from rlkit.rollout.vllm_families import config_or_empty
 from rlkit.runs.command_line import NOT_OPTIONS
 from rlkit.runs.option_types import changeable_options
@@ -79,19 +80,29 @@ def check_resumed_options(out: Path, options: RunOptions, contents: Mapping[str,
 def recorded_contents(cfg: RunOptions, train: Sequence[Row], heldout: Sequence[Row]) -> dict[str, str]:
     """Fingerprints of the files behind a run's options: its rows, on which their order depends, and its chat template.
 
-    All ranks call this together. Rank 0 reads the rows, see `rlkit.data.tables.Rows.fingerprint`.
+    All ranks call this together, and each reads its own, see `rlkit.data.tables.Rows.fingerprint`.
+
+    Raises:
+        ValueError: on all ranks, if they differ between ranks.
     """
+    tables = {"train": as_rows(train), "heldout": as_rows(heldout)}
+    found = {name: f"{len(rows)} rows, fingerprint {rows.fingerprint()}" for name, rows in tables.items()}
+    if isinstance(cfg, TaskOptions) and cfg.chat_template:
+        with suppress(OSError):  # an error of `processor_of` says that it cannot be read
+            template = Path(cfg.chat_template).read_bytes()
+            found["chat_template"] = f"fingerprint {sha256(template).hexdigest()[:16]}"
+    _check_same_contents(gather_objects(found))
+    return found
 
-    def contents() -> dict[str, str]:
-        tables = {"train": as_rows(train), "heldout": as_rows(heldout)}
-        found = {name: f"{len(rows)} rows, fingerprint {rows.fingerprint()}" for name, rows in tables.items()}
-        if isinstance(cfg, TaskOptions) and cfg.chat_template:
-            with suppress(OSError):  # an error of `processor_of` says that it cannot be read
-                template = Path(cfg.chat_template).read_bytes()
-                found["chat_template"] = f"fingerprint {sha256(template).hexdigest()[:16]}"
-        return found
 
-    return decided_by_rank_0(contents)
+def _check_same_contents(of_ranks: Sequence[Mapping[str, str]]) -> None:
+    for rank, found in enumerate(of_ranks):
+        for name, first in of_ranks[0].items():
+            if found.get(name, first) != first:
+                raise ValueError(
+                    f"{name}: expected the same contents on all ranks, got {first} on rank 0 and {found[name]} on rank "
+                    f"{rank}; a task that shuffles needs a fixed seed, and files must be the same on all nodes"
+                )
 
 
 def _changed_options(

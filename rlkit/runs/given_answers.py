@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rlkit.data.samples import Batch, Sample
+from rlkit.engines.distributed import reduce_metrics
 from rlkit.runs.models import answer_ends
 from rlkit.runs.options import GivenAnswerOptions
 from rlkit.runs.sampling import Prompts, encode_share, encoder_for
-from rlkit.runs.totals import totals
 from rlkit.tracking import Run
 from rlkit.vlm import encode_answers, encode_chat
 from rlkit.vlm.long_rope import usable_context
@@ -116,7 +116,7 @@ def global_loss(
     exact = copy.copy(batch)
     exact.fields = _in_float64(batch.fields)
     loss, metrics = loss_fn(SimpleNamespace(**_in_float64(out)), exact)
-    found = totals(engine, loss=loss, **metrics)
+    found = reduce_metrics({"loss": loss, **metrics}, engine.data_parallel_group)
     return found if batch.total_sequences else dict.fromkeys(found, math.nan)
 
 

@@ -20,6 +20,9 @@ def totals(engine: Any, **counts: float | Tensor) -> dict[str, float]:
 
 
 def mean_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the updates; the maximum if its name ends in /max."""
-    names = updates[0] if updates else {}
-    return {name: (max if name.endswith("/max") else fmean)([u[name] for u in updates]) for name in names}
+    """The mean of each metric over the updates that have it; the maximum if its name ends in /max."""
+    values: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            values.setdefault(name, []).append(value)
+    return {name: (max if name.endswith("/max") else fmean)(found) for name, found in values.items()}

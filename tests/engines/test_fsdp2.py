@@ -734,6 +734,15 @@ def test_adapters_train_in_bfloat16_after_the_reference_has_scored(tiny_dir, pro
     assert {x.dtype for x in gradients(engine).values()} == {torch.float32}
 
 
+def test_training_without_the_adapters_is_refused(tiny_dir, processor):
+    """It changed nothing, and its metrics did not say so."""
+    engine, batch = engine_for(tiny_dir, model=lora(load_model(tiny_dir), 4, 8)), make_batch(processor)
+    expected = "train_batch: expected enabled adapters, got disabled ones"
+    with pytest.raises(ValueError, match=expected), engine.disable_adapter():
+        engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    assert engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))["grad_norm"] > 0
+
+
 def test_frozen_adapter_matrices_stay_frozen_after_the_reference_has_scored(tiny_dir, processor):
     """peft makes all weights of the adapters trainable when it enables them again."""
     model = lora(load_model(tiny_dir), 4, 8)

@@ -19,6 +19,7 @@ from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
 from rlkit import runs  # noqa: E402
 from rlkit.data import Batch  # noqa: E402
+from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.losses import token_logprobs  # noqa: E402
 from rlkit.vlm import load_model, load_processor  # noqa: E402
 
@@ -141,7 +142,8 @@ def test_the_reference_itself_prefers_no_answer():
     logprobs = -torch.rand(8, 60, generator=torch.Generator().manual_seed(0))
     batch = Batch(torch.zeros(8, 60, dtype=torch.long), torch.ones(8, 60, dtype=torch.bool), [60] * 8)
     batch.add(ref_logprobs=logprobs)
-    cfg, engine = recipe.Config(), SimpleNamespace(global_sum=lambda x: x)
+    init_distributed("cpu")
+    cfg, engine = recipe.Config(), SimpleNamespace(global_sum=lambda x: x, data_parallel_group=None)
     loss_fn = functools.partial(recipe.pair_loss, loss=recipe.select_loss(cfg), cfg=cfg)
     found = runs.global_loss(engine, loss_fn, {"logprobs": logprobs}, batch)
     assert found["preference/accuracy"] == found["preference/margin"] == 0

@@ -1,5 +1,6 @@
 import logging
 import math
+import sys
 import threading
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from rlkit.rewards import (
     within_length,
     without_thinking,
 )
+from rlkit.runs.interruption import Interrupted
 
 
 def test_reward_failure_is_not_zero(caplog):
@@ -56,6 +58,24 @@ def test_reward_may_not_swallow_an_interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
+        score(reward, [prompt_sample([1])])
+
+
+def test_a_reward_that_exits_does_not_end_the_run(caplog):
+    """The run ended with the reward's exit code, 0 after `sys.exit()`, and without a message."""
+
+    def reward(text, row):
+        sys.exit(0)
+
+    assert score(reward, [prompt_sample([1])]).isnan().all()
+    assert "SystemExit: 0 (test_scoring.py, line " in caplog.text and "in reward\n" in caplog.text
+
+
+def test_a_signal_during_a_reward_ends_the_run():
+    def reward(text, row):
+        raise Interrupted(0)
+
+    with pytest.raises(Interrupted):
         score(reward, [prompt_sample([1])])
 
 

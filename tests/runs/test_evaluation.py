@@ -190,7 +190,7 @@ def test_without_usable_rows_there_is_no_result(tmp_path, capsys):
 
 def test_a_loss_of_no_row_is_nan():
     batch = Batch(torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 3, dtype=torch.bool), [])
-    engine = SimpleNamespace(global_sum=lambda x: x)
+    engine = SimpleNamespace(global_sum=lambda x: x, data_parallel_group=None)
 
     def loss_fn(out, mb):
         return token_mean(-out.logprobs, mb.mask, mb.total_tokens), {"accuracy": mb.mask.double().sum()}

@@ -158,3 +158,10 @@ def test_a_step_with_one_update_of_nan_says_so(tmp_path):
     for step, skipped in ((2, 1), (3, 2)):
         run.log(step, mean_metrics(list(updates((0, 1)))))
         assert run.skipped_in_a_row == skipped
+
+
+def test_a_metric_that_some_updates_do_not_have_is_averaged_over_the_others():
+    """Names were those of the first update: others were left out, and one that a later update lacked was an error."""
+    updates = [{"loss": 1.0, "easy": 3.0}, {"loss": 2.0, "hard": 4.0, "hard/max": 7.0}, {"loss": 6.0, "hard": 8.0}]
+    assert mean_metrics(updates) == {"loss": 3, "easy": 3, "hard": 6, "hard/max": 7}
+    assert mean_metrics([]) == {}

@@ -36,6 +36,13 @@ def without_adapters(module: Any) -> Iterator[None]:
         _set_requires_grad(trains)  # peft makes all adapters trainable, also frozen ones
 
 
+def adapters_are_disabled(module: nn.Module) -> bool:
+    """Whether layers of this module of peft compute without their adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(layer, BaseTunerLayer) and layer.disable_adapters for layer in module.modules())
+
+
 def _set_requires_grad(trains: Mapping[nn.Parameter, bool]) -> None:
     for parameter, train in trains.items():
         parameter.requires_grad_(train)

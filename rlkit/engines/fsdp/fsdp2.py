@@ -29,7 +29,7 @@ from rlkit.engines.distributed import (
 )
 from rlkit.engines.export import export_adapter, export_hf
 from rlkit.engines.flops import count_pass
-from rlkit.engines.fsdp.adapters import check_only_adapters_train, without_adapters
+from rlkit.engines.fsdp.adapters import adapters_are_disabled, check_only_adapters_train, without_adapters
 from rlkit.engines.fsdp.liger import use_liger_kernels
 from rlkit.engines.fsdp.outputs import (
     chunks_from_hidden,
@@ -222,6 +222,11 @@ class Fsdp2Engine(OffloadingEngine):
         """
         if self.optimizer is None:
             raise ValueError("optimizer: expected one for train_batch, got None")
+        if self.has_adapters and adapters_are_disabled(self.module):
+            raise ValueError(
+                "train_batch: expected enabled adapters, got disabled ones, which are not trained; call it outside of "
+                "`with engine.disable_adapter()`"
+            )
         self._count_totals(batch)
         count_pass(self, batch, backward=True)
         self._start_loading_state()
