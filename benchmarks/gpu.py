@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from published_configs import qwen_vl
+from published_configs import add_missing_tokens, qwen_vl
 from transformers import AutoModelForImageTextToText
 
 from rlkit.data import collate, load_task
@@ -251,7 +251,10 @@ def write_without_weights(config: object, folder: Path) -> object:
     for file in folder.glob("*.safetensors"):
         file.unlink()
     config.save_pretrained(folder)
-    return load_processor(str(folder))
+    processor = load_processor(str(folder))
+    add_missing_tokens(processor.tokenizer, config)
+    processor.save_pretrained(folder)
+    return processor
 
 
 def main() -> None:

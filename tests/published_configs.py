@@ -63,3 +63,8 @@ def write(folder):
     """A directory with a config.json for each."""
     for name, config in PUBLISHED.items():
         config().save_pretrained(folder / name)
+
+
+def add_missing_tokens(tokenizer, config):
+    """Give each id of the model a token: others are suppressed, and vLLM on a GPU suppresses 1024 at most."""
+    tokenizer.add_tokens([f"<{i}>" for i in range(len(tokenizer), config.get_text_config().vocab_size)])

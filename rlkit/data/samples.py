@@ -278,9 +278,13 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device, without its vision and token fields, which engines move themselves."""
-        fields = {name: x.to(device) for name, x in self.fields.items()}
-        moved = Batch(self.tokens.to(device), self.mask.to(device), self.lengths, self.vision, **fields)
-        moved.total_tokens, moved.total_sequences = self.total_tokens.to(device), self.total_sequences.to(device)
+
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=torch.device(device).type != "cpu")
+
+        fields = {name: move(x) for name, x in self.fields.items()}
+        moved = Batch(move(self.tokens), move(self.mask), self.lengths, self.vision, **fields)
+        moved.total_tokens, moved.total_sequences = move(self.total_tokens), move(self.total_sequences)
         return moved
 
 

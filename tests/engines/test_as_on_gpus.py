@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from family_configs import IMAGE, VISION
 from test_families import vision_model
 
+from rlkit.data.samples import Batch
 from rlkit.engines.checkpoint import random_states, set_random_states
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.packing import attention, flash, vision_attention
@@ -69,21 +70,34 @@ def test_flash_kernels_are_called_with_supported_arguments(dtype, size, value_si
     assert out.shape == (49, 4, value_size) and out.device == GPU and out.dtype == dtype
 
 
+class Copies(TorchDispatchMode):
+    """`waits`: of each copy to the device, whether it waits for all earlier work there."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (kwargs or {}).get("device") == META and str(func).startswith("aten._to_copy"):
+            self.waits.append(not kwargs.get("non_blocking"))
+        assert not (str(func).startswith("aten.copy_") and args[0].device == META)
+        return func(*args, **(kwargs or {}))
+
+
 def test_the_host_waits_for_no_index_of_a_packed_row():
-    """A copy that is not `non_blocking` waits for all earlier work of the device, here in every micro-batch."""
-    waits = []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if (kwargs or {}).get("device") == META and str(func).startswith("aten._to_copy"):
-                waits.append(not kwargs.get("non_blocking"))
-            assert not (str(func).startswith("aten.copy_") and args[0].device == META)
-            return func(*args, **(kwargs or {}))
-
+    """It would wait in every micro-batch."""
     layout = PackedLayout([0, 7, 9], [7, 2, 40], [(0, 0), (0, 7), (0, 7)], META)
-    with Copies():
+    with Copies() as copies:
         indices = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.key_indices, layout.positions
-    assert {x.device for x in indices} == {META} and waits == [False] * 4
+    assert {x.device for x in indices} == {META} and copies.waits == [False] * 4
+
+
+def test_the_host_waits_for_no_tensor_of_a_micro_batch():
+    tokens = torch.ones(2, 3, dtype=torch.long)
+    batch = Batch(tokens, tokens.bool(), [3, 3], advantages=torch.ones(2))
+    with Copies() as copies:
+        moved = batch.to(META)
+    assert moved.advantages.device == moved.total_tokens.device == META and copies.waits == [False] * 5
 
 
 def test_ernies_tokens_of_images_are_marked_without_a_copy_from_the_host():

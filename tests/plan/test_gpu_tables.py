@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkit.rollout.vllm import _check_logit_biases
 from rlkit.vlm.loading import load_config
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
 import gpu  # noqa: E402
+from published_configs import qwen_vl  # noqa: E402
 
 
 class Engine:
@@ -73,6 +75,12 @@ def test_a_sampler_without_weights_of_its_own_is_sent_all_of_them(monkeypatch):
     assert len(sampler.sent) == 5 and len(sampler.sent[0]) > 20  # one not counted, three, and one for the peak
     assert set(sampler.sent[0].values()) == {torch.bfloat16} and "lm_head.weight" not in sampler.sent[0]
     assert row.startswith("| vLLM takes all weights |") and "nan" not in row
+
+
+def test_vllm_can_suppress_the_ids_without_a_token(tmp_path):
+    """The tiny model's tokenizer has 293 tokens, the model 151,936 ids."""
+    processor = gpu.write_without_weights(qwen_vl("qwen2.5-vl-3b"), tmp_path)
+    _check_logit_biases(load_config(str(tmp_path)), processor)
 
 
 def test_a_table_is_written_before_the_next_one_fails(tmp_path, capsys):

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "recipes")]
 from helpers import environment, rows, run, seen_shortly  # noqa: E402
-from published_configs import qwen_vl  # noqa: E402
+from published_configs import add_missing_tokens, qwen_vl  # noqa: E402
 
 from rlkit.vlm import encode_prompt, load_processor  # noqa: E402
 from rlkit.vlm.loading import load_config  # noqa: E402
@@ -36,7 +36,9 @@ def write_3b(tiny_dir, path):
     with torch.device("cuda"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)
-    load_processor(tiny_dir).save_pretrained(path)
+    processor = load_processor(tiny_dir)
+    add_missing_tokens(processor.tokenizer, config)
+    processor.save_pretrained(path)
     del model
     torch.cuda.empty_cache()
 

@@ -25,16 +25,19 @@ MORE = {"dapo": ["--task", "helpers:even_lengths"]}  # a model with random weigh
 OWN = {  # recipes that the test on two ranks does not have
     "grpo_tools": ["--prompts_per_step", 8, "--group_size", 4],
     "grpo_async": ["--prompts_per_step", 8, "--group_size", 4],
+    "pf_ppo": CASES["ppo"][1],
 }
 warm_dir = helpers.warm_dir
+BUILD_THEIR_MODEL = ("grpo_tools", "grpo_async")
 TRAINED = sorted({path.stem for path in RECIPES.glob("*.py")} - {"evaluate"})
+assert set(TRAINED) <= CASES.keys() | OWN.keys()  # also without a GPU, when tests are collected
 IN_VLLM = ["--rollout", "vllm", "--gpu_memory_utilization", 0.3]
 
 
 def two_steps(recipe, model_dir, out, *more):
     """What two steps of a recipe logged; its own process is also that of vLLM, which takes one engine."""
     options = CASES[recipe][1] if recipe in CASES else OWN[recipe]
-    model = [] if recipe in OWN else ["--model", model_dir]  # those two build a tiny model of their own
+    model = [] if recipe in BUILD_THEIR_MODEL else ["--model", model_dir]
     teacher = ["--teacher", model_dir] if recipe == "distill" else []
     chosen = ["--steps", 2, "--compute_dtype", "bfloat16", "--out", out]
     run(recipe, *options, *model, *teacher, *chosen, *more, ranks=1)

@@ -235,8 +235,9 @@ class Fsdp2Engine(OffloadingEngine):
         metrics = []
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
+            on_device = micro_batch.to(self.device)
             out = self._forward(micro_batch, outputs, dummy, logit_functions)
-            loss, micro_batch_metrics = compute_loss(loss_fn, out, micro_batch.to(self.device))
+            loss, micro_batch_metrics = compute_loss(loss_fn, out, on_device)
             if loss.requires_grad:
                 loss.backward()
             metrics.append(micro_batch_metrics)
