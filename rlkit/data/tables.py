@@ -174,14 +174,25 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _csv_rows(path: Path) -> list[Row]:
-    """Rows of a .csv or .tsv file. Every cell is text; an empty one is None."""
+    """Rows of a .csv or .tsv file. Every cell is text; an empty one is None.
+
+    `strict`, because Python's reader otherwise puts the rest of the file into a cell whose quote is not closed.
+    """
     delimiter = "\t" if path.suffix == ".tsv" else ","
+    rows, line = [], 1  # line: where the next row begins
     try:
         csv.field_size_limit(LONGEST_CELL)
         with path.open(encoding="utf-8-sig", newline="") as file:  # a cell may have line breaks of any kind
-            names, *cells = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
-    except (ValueError, csv.Error) as error:
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            for row in reader:
+                rows.append(row)
+                line = reader.line_num + 1
+    except csv.Error as error:
+        expected = 'expected a cell that begins with " to end with ", and to have "" for each " inside'
+        raise ValueError(f"{path} line {line}: {expected}, got {error}") from error
+    except ValueError as error:
         raise ValueError(f"{path}: expected {path.suffix[1:]}, got {error}") from error
+    names, *cells = [row for row in rows if row] or [[]]
     if len(set(names)) < len(names):
         raise ValueError(f"{path}: expected different names of columns, got {names}")
     for i, row in enumerate(cells):
