@@ -421,30 +421,42 @@ def _value(raw: Row, name: str) -> Any:
 # --- tables
 
 
-def check_columns(columns: Collection[str], *needed: Sequence[str]) -> None:
+def check_columns(columns: Collection[str], *needed: Sequence[str], media: Mapping[str, str] | None = None) -> None:
     """Refuse a table with unsupported, ambiguous or missing columns.
 
     Args:
         columns: of the table.
         needed: groups of column names; the table needs at least one column of each group.
+        media: column -> `image`, `video` or `audio`, for the columns of media in the table's schema.
 
     Raises:
         ValueError: both `image` and `images`, `video` and `videos`, or `audio` and `audios`; images, videos or audios
             in a column of another name; a group without a column in the table.
     """
     has = f"got columns {list(columns)}"
-    for (many, one), pattern in (
-        (
-            IMAGE_COLUMNS,
-            r"(?<!^n_)(?<!^num_)(?<!^has_)(?<!^is_)(image|img)s?_?(\d+|(path|file|url|name|byte)s?|data)?$",
-        ),
-        (VIDEO_COLUMNS, "^videos?_?(path|file|url|name)s?$"),
-        (AUDIO_COLUMNS, "^audios?_?(path|file|url|name)s?$"),
-    ):
-        if {many, one} <= set(columns):
+    for many, one in (IMAGE_COLUMNS, VIDEO_COLUMNS, AUDIO_COLUMNS):
+        own = {many, one} & set(columns)
+        if len(own) > 1:
             raise ValueError(f"{many} and {one}: expected one of them, {has}")
-        if not {many, one} & set(columns) and (stray := [name for name in columns if re.search(pattern, name, re.I)]):
-            raise ValueError(f"{many}: expected a column {many} or {one}, not {stray[0]!r}, {has}")
+        if stray := _stray_columns(columns, one, bool(own), media or {}):
+            expected = f"all in one column {many}, not also in" if own else f"a column {many} or {one}, not"
+            raise ValueError(f"{many}: expected {expected} {stray[0]!r}, {has}")
     for names in needed:
         if not set(names) & set(columns):
             raise ValueError(f"{names[0]}: expected a column {' or '.join(names)}, {has}")
+
+
+def _stray_columns(columns: Collection[str], kind: str, has_own: bool, media: Mapping[str, str]) -> list[str]:
+    """The columns of other names that have images, videos or audios, by their names or by the table's schema.
+
+    A path or URL beside a column of this kind is taken for one of the same image, video or audio.
+    """
+    words = {"image": ".*(image|img|picture|photo)", "video": ".*video" if has_own else ".*video|frame"}
+    suffixes = r"\d+|[a-d]|left|right|list" + ("" if has_own else "|(file_?)?(path|file|url|name|byte)s?|data")
+    pattern = rf"(?!(n|num|no|has|is|with|needs|contains)_)({words.get(kind, '.*audio')})s?_?({suffixes})?"
+    known = (*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS)
+    return [
+        name
+        for name in columns
+        if name not in known and (media.get(name) == kind or re.fullmatch(pattern, name, re.IGNORECASE))
+    ]

@@ -40,6 +40,7 @@ from rlkit.data.tables import (
     columns_of,
     concatenate,
     files_of_video,
+    media_columns,
     read_table,
     resolve_image_path,
     resolve_video_path,
@@ -206,7 +207,7 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
     """The rows of a table, read as this kind on access, with paths of media relative to the file."""
     folders = [file.parent, *([] if file.suffix in FILE_SUFFIXES else cache_folders())]
     try:
-        check_columns(columns_of(table), *kind.needed)
+        check_columns(columns_of(table), *kind.needed, media=media_columns(table))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -218,14 +218,19 @@ def without_decoding(table: Any) -> Any:
     with requires_extra("recipes"):
         import datasets
 
-    for kind in (datasets.Image, datasets.Video, datasets.Audio):
-        undecoded = kind(decode=False)
-        for name, feature in (table.features or {}).items():
-            if isinstance(feature, kind):
-                table = table.cast_column(name, undecoded)
-            elif isinstance(feature, datasets.List) and isinstance(feature.feature, kind):
-                table = table.cast_column(name, datasets.List(undecoded))
+    for name, kind in media_columns(table).items():
+        undecoded = getattr(datasets, kind.title())(decode=False)
+        feature = table.features[name]
+        table = table.cast_column(name, type(feature)(undecoded) if hasattr(feature, "feature") else undecoded)
     return table
+
+
+def media_columns(table: Any) -> dict[str, str]:
+    """The columns of media in the schema of a table or stream: name -> `image`, `video` or `audio`."""
+    features = {} if isinstance(table, list) else table.features or {}
+    entries = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+    kinds = {"Image": "image", "Video": "video", "Audio": "audio"}  # names of datasets' classes
+    return {name: kinds[type(entry).__name__] for name, entry in entries.items() if type(entry).__name__ in kinds}
 
 
 def without_filled_nulls(found: Any, inside: bool = False) -> Any:

@@ -490,12 +490,51 @@ def test_columns_that_would_be_left_out_are_refused(columns, error):
     assert str(caught.value) == f"{error}, got columns {columns}"
 
 
-@pytest.mark.parametrize("column", ["image_id", "image_size"])
-def test_columns_about_images_are_allowed(column):
-    check_columns(["question", "answer", column], ("question",))
+@pytest.mark.parametrize(
+    ("own", "columns"),
+    [
+        ("question", ["image_id", "image_size", "imageId", "image_source", "img_type", "image_classes", "num_frames"]),
+        ("question", ["has_images", "needs_image", "video_id", "audio_language", "photographer", "imagination"]),
+        ("image", ["image_id", "image_path", "image_url", "image_file_name", "imagename", "img_path", "image_bytes"]),
+        ("images", ["image_paths", "image_urls", "image_ids", "num_images", "image_width"]),
+        ("video", ["video_path", "video_name", "video_id", "frames", "video_fps", "duration"]),
+        ("audio", ["audio_path", "audio_id", "audio_length"]),
+    ],
+)
+def test_columns_about_media_are_allowed(own, columns):
+    """Names and paths beside a column of media are of the same image, video or audio."""
+    check_columns(["question", "answer", own, *columns], ("question",))
 
 
-@pytest.mark.parametrize("column", ["image_1", "img", "question_images", "decoded_image", "image_urls", "image_bytes"])
+@pytest.mark.parametrize(
+    ("own", "column"),
+    [
+        ("image", "image_2"), ("images", "image_1"), ("image", "image_left"), ("image", "question_image"),
+        ("image", "img"), ("images", "image_list"), ("image", "picture"),
+        ("video", "video_2"), ("videos", "answer_video"), ("audio", "audio_b"),
+    ],
+)  # fmt: skip
+def test_more_media_beside_a_column_of_media_are_refused(own, column):
+    many = own if own.endswith("s") else f"{own}s"
+    with pytest.raises(ValueError) as caught:
+        check_columns(["question", own, column])
+    has = f"got columns {['question', own, column]}"
+    assert str(caught.value) == f"{many}: expected all in one column {many}, not also in {column!r}, {has}"
+
+
+@pytest.mark.parametrize("column", ["frames", "video_1", "video_list", "question_video"])
+def test_columns_of_videos_need_their_name(column):
+    with pytest.raises(ValueError, match=f"^videos: expected a column videos or video, not '{column}'"):
+        check_columns(["question", "answer", column], ("question",))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        "image_1", "img", "question_images", "decoded_image", "image_urls", "image_bytes", "image_list", "image_left",
+        "image_a", "picture", "photo", "image_filename",
+    ],
+)  # fmt: skip
 def test_columns_of_images_need_their_name(column):
     with pytest.raises(ValueError, match=f"^images: expected a column images or image, not '{column}'"):
         check_columns(["question", "answer", column], ("question",))

@@ -193,6 +193,31 @@ def test_files_with_other_columns_are_refused(tmp_path):
         load_chats(str(tmp_path / "none.parquet"))
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize("of", ["file", "directory"])
+def test_media_of_a_schema_need_the_name_of_a_column_of_media(tmp_path, of, is_list):
+    import datasets
+
+    def write_table(name, **more):
+        """Images in a column of this name."""
+        cell = [str(tmp_path / "a.png")] if is_list else str(tmp_path / "a.png")
+        table = datasets.Dataset.from_dict({"question": ["q"] * 3, "answer": ["x"] * 3, name: [cell] * 3, **more})
+        table = table.cast_column(name, datasets.List(datasets.Image()) if is_list else datasets.Image())
+        path = str(tmp_path / name) + (".parquet" if of == "file" else "")
+        table.to_parquet(path) if of == "file" else table.save_to_disk(path)
+        return path
+
+    Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="images: expected a column images or image, not 'figure', got columns"):
+        load_task(write_table("figure"))
+    with pytest.raises(ValueError, match="images: expected all in one column images, not also in 'figure', got"):
+        load_task(write_table("figure", image=["a.png"] * 3))
+    row = load_task(write_table("images" if is_list else "image")).train[0]
+    assert "unreadable" not in row and len(row["images"]) == 1
+    if is_list:
+        assert len(load_task(write_table("video")).train[0]["videos"]) == 1  # frames
+
+
 @pytest.mark.parametrize(
     ("name", "texts", "answers"),
     [
