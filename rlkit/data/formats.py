@@ -48,6 +48,7 @@ from rlkit.data.samples import Row
 QUESTION_COLUMNS = ("question", "prompt", "problem")
 CHAT_COLUMNS = ("messages", "conversations")
 PROMPT_COLUMNS = (*QUESTION_COLUMNS, *CHAT_COLUMNS, "instruction")
+OTHER_PROMPT_COLUMNS = ("input", "inputs", "query", "context", "user", "user_prompt", "conversation", "post", "text")
 ANSWER_COLUMNS = ("answer", "solution", "label")
 IMAGE_COLUMNS = ("images", "image")
 VIDEO_COLUMNS = ("videos", "video")
@@ -119,7 +120,8 @@ def pair_row(raw: Row) -> dict[str, Any]:
     their common beginning, up to its last white space.
 
     Raises:
-        ValueError: no prompt, no answers, the same answer twice, or answers of several messages.
+        ValueError: no prompt, one that may be in a column of another name, no answers, the same answer twice, or
+            answers of several messages.
     """
     chosen, rejected = _turns(_value(raw, "chosen"), "chosen"), _turns(_value(raw, "rejected"), "rejected")
     if chosen is not None and chosen == rejected:
@@ -133,6 +135,8 @@ def pair_row(raw: Row) -> dict[str, Any]:
         messages = [*before, *messages] if before and before[-1] not in messages else _with_system(raw, messages)
         chosen, rejected = chosen[shared:], rejected[shared:]
     elif isinstance(chosen, str) and isinstance(rejected, str) and not _columns(raw, PROMPT_COLUMNS):
+        if other := [name for name in OTHER_PROMPT_COLUMNS if _value(raw, name) not in (None, "")]:
+            raise ValueError(f"{other[0]}: expected a prompt in a column prompt; rename this one, or remove it")
         beginning = commonprefix([chosen, rejected])
         start = len(beginning) - len(re.split(r"\s", beginning)[-1])
         messages = read_chat({**raw, "question": chosen[:start] or None}).messages

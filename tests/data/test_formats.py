@@ -283,6 +283,13 @@ def test_bad_chats_are_named(raw, error):
         ({"chosen": [user("Q"), assistant("a")], "rejected": [user("Q"), assistant("b")]}, [user("Q")], "a", "b"),
         ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, [user("The sky is ")], "blue.", "green."),
         ({"chosen": "The sky is grey.", "rejected": "The sky is green."}, [user("The sky is ")], "grey.", "green."),
+        ({"input": "", "chosen": "It is so.", "rejected": "It is no."}, [user("It is ")], "so.", "no."),
+        (
+            {"context": "C", "chosen": [user("Q"), assistant("a")], "rejected": [user("Q"), assistant("b")]},
+            [user("Q")],
+            "a",
+            "b",
+        ),
         # Anthropic
         (
             {"chosen": f"{HUMAN} I am sure I am.", "rejected": f"{HUMAN} I am sure: no."},
@@ -402,6 +409,14 @@ def test_a_system_column_that_repeats_the_chats_system_message_is_read():
             "system: expected one system message, got a column and a message that differ",
         ),
         ({"chosen": "red", "rejected": "green"}, "question: expected text or messages, got none"),
+        (
+            {"system": "S", "input": "Capital?", "chosen": "The city is Paris.", "rejected": "The city is Rome."},
+            "input: expected a prompt in a column prompt; rename this one, or remove it",
+        ),
+        (
+            {"query": "Capital?", "chosen": "The city is Paris.", "rejected": "The city is Rome."},
+            "query: expected a prompt in a column prompt; rename this one, or remove it",
+        ),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "question: expected text or messages, got none"),
         (
             {
