@@ -45,6 +45,7 @@ from rlkit.data.tables import (
     resolve_image_path,
     resolve_video_path,
     split_heldout,
+    with_class_names,
     without_filled_nulls,
     without_repeats,
 )
@@ -212,7 +213,7 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
         raise ValueError(f"{name}: {error}") from error
 
     def row(i: int) -> Row:
-        raw = table[i] if isinstance(table, list) else without_filled_nulls(table[i])
+        raw = table[i] if isinstance(table, list) else without_filled_nulls(with_class_names(table[i], table.features))
         read = _read(kind, {**raw, "where": f"{name} row {i + 1}"})
         images = [resolve_image_path(file, image) for image in read["images"]]
         videos = [resolve_video_path(file, video) for video in read.get("videos") or ()]

@@ -233,6 +233,15 @@ def media_columns(table: Any) -> dict[str, str]:
     return {name: kinds[type(entry).__name__] for name, entry in entries.items() if type(entry).__name__ in kinds}
 
 
+def with_class_names(row: Row, features: Mapping[str, Any]) -> Row:
+    """A row of a data set with the names of its classes in place of their numbers; -1, for none, becomes None."""
+    import datasets
+
+    classes = {name: feature for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
+    named = {name: None if row[name] in (None, -1) else feature.int2str(row[name]) for name, feature in classes.items()}
+    return {**row, **named}
+
+
 def without_filled_nulls(found: Any, inside: bool = False) -> Any:
     """A row of a parquet file or data set without the None that Arrow put into tools and into arguments of calls.
 

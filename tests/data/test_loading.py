@@ -258,6 +258,21 @@ def test_a_broken_file_of_a_directory_is_named(tmp_path):
         load_task(str(tmp_path))
 
 
+@pytest.mark.parametrize("of", ["file", "directory"])
+def test_answers_that_are_classes_have_their_names(tmp_path, of):
+    """As in MMLU; Arrow has their numbers, and -1 where there is none."""
+    import datasets
+
+    classes = {"question": datasets.Value("string"), "answer": datasets.ClassLabel(names=["A", "B", "C", "D"])}
+    rows = {"question": list("abcdef"), "answer": [0, 1, 2, 3, -1, None]}
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(classes))
+    path = str(tmp_path / ("rows.parquet" if of == "file" else "rows"))
+    table.to_parquet(path) if of == "file" else table.save_to_disk(path)
+    task = load_task(path)
+    assert [row["answer"] for row in task.splits["train"]] == ["A", "B", "C", "D", None, None]
+    assert task.reward("A", task.splits["train"][0]) == 1 and task.reward("0", task.splits["train"][0]) == 0
+
+
 def test_nan_is_no_answer(tmp_path):
     name = write(
         tmp_path / "rows.jsonl", [{"question": "a", "answer": float("nan")}, {"question": "b", "answer": None}]
