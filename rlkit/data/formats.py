@@ -287,12 +287,16 @@ def _plain_text(raw: Row) -> str | None:
 
 
 def _turns(found: Any, name: str) -> Any:
-    r"""Converts a list of messages, a single message or Anthropic's text to messages; returns other values unchanged.
+    r"""Converts messages, a message, JSON text of messages or Anthropic's text to messages; leaves others unchanged.
 
     Anthropic's helpful-harmless texts, https://huggingface.co/datasets/Anthropic/hh-rlhf, begin with "\n\nHuman:".
     """
     if isinstance(found, Mapping):
         found = [found]
+    if isinstance(found, str) and re.match(r"\s*\[\s*\{", found):
+        parsed = from_json(found)
+        is_chat = all(isinstance(one, Mapping) and one.keys() & {"role", "from"} for one in parsed)
+        found = parsed if is_chat else found
     if isinstance(found, list | tuple | np.ndarray):
         if len(found) and all(isinstance(one, Mapping) and "from" in one for one in found):
             return [_from_turn(one, f"{name}[{i}]") for i, one in enumerate(found)]

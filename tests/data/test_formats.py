@@ -1,5 +1,7 @@
 """Rows in the formats that people have, and what they become."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -99,6 +101,18 @@ def test_tasks(raw, messages, images, answer):
     assert (row["messages"], row["images"], row["answer"]) == (messages, images, answer)
     assert (row["where"], row["level"]) == ("row 1", 2) and row["question"] in ("Q", "R") or len(raw) > 1
     assert task_row(row) == row  # what is read stays as it is
+
+
+def test_messages_may_be_json_text():
+    """As in .csv files; other JSON is text."""
+    prompt, turns = [SYSTEM, user("Q")], [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "b"}]
+    row = chat_row({"prompt": json.dumps(prompt), "completion": json.dumps([assistant("3")])})
+    assert (row["messages"], row["completion"]) == (prompt, "3")
+    row = pair_row({"chosen": json.dumps([user("Q"), assistant("a")]), "rejected": json.dumps(turns)})
+    assert (row["messages"], row["chosen"], row["rejected"]) == ([user("Q")], "a", "b")
+    for text in ("[]", "[1, 2]", '[{"name": "add"}]', '{"role": "king"}', "[" * 9999, '[{"role"', '[{"from": 1}, 2]'):
+        row = pair_row({"prompt": text, "chosen": f"{text} ", "rejected": "b"})
+        assert row["messages"] == [user(text)] and row["chosen"] == f"{text} "
 
 
 def test_the_question_is_for_people():
