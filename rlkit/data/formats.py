@@ -201,11 +201,13 @@ def _with_system(raw: Row, messages: list[Message]) -> list[Message]:
     system = _value(raw, "system")
     if not system or raw.get("read_as"):
         return messages
+    if not isinstance(system, str):
+        raise ValueError(f"system: expected text, got {system!r:.80}")
     if messages[0]["role"] == "system":
-        if text_of(messages[0]) == str(system):
+        if text_of(messages[0]) == system:
             return messages
         raise ValueError("system: expected one system message, got a column and a message that differ")
-    return [{"role": "system", "content": str(system)}, *messages]
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _same_question(raw: Row, chat: Chat, found: Sequence[str]) -> bool:
@@ -269,8 +271,10 @@ def _from_alpaca(raw: Row, name: str) -> Chat:
             raise ValueError(f"history: expected pairs of a question and an answer, got {turn!r:.80}")
         messages += [{"role": "user", "content": str(turn[0])}, _assistant_message(str(turn[1]))]
     messages.append({"role": "user", "content": question})
-    output = _value(raw, "output" if _value(raw, "completion") is None else "completion")
-    return Chat(messages, None if output is None else _assistant_message(str(output)))
+    column = "output" if _value(raw, "completion") is None else "completion"
+    output = _value(raw, column)
+    completion = None if output is None else _one_answer(output, column)
+    return Chat(messages, _assistant_message(completion) if isinstance(completion, str) else completion)
 
 
 READERS = {

@@ -228,7 +228,8 @@ def test_chats():
 )
 def test_numbers_and_lists_of_one_as_answers_to_imitate(answer, completion):
     """pandas makes a column of integers with a gap one of floats; ChartQA has its answers in lists."""
-    assert chat_row({"question": "Q", "answer": answer})["completion"] == completion
+    for raw in ({"question": "Q", "answer": answer}, {"instruction": "Q", "output": answer}):
+        assert chat_row(raw)["completion"] == completion
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,11 @@ def test_numbers_and_lists_of_one_as_answers_to_imitate(answer, completion):
             {"question": "Q", "answer": ["3", "4"]},
             "answer: expected a text or one message of the assistant, got ['3', '4']",
         ),
+        (
+            {"instruction": "Q", "output": ["a", "b"]},
+            "output: expected a text or one message of the assistant, got ['a', 'b']",
+        ),
+        ({"question": "Q", "answer": "3", "system": {"text": "S"}}, "system: expected text, got {'text': 'S'}"),
         ({"question": "Q", "answer": True}, "answer: expected a text or one message of the assistant, got True"),
         (
             {"question": "Q", "answer": "3", "solution": "1 + 2"},
