@@ -33,6 +33,8 @@ class Rows(Sequence[Row]):
             as both answers of a preference pair, and rows with the same prompt. By default all differ.
         files: that the rows were read from, where known.
         table_fingerprint: returns a fingerprint of all that `read` reads.
+        prompt_hashes: uint64 [n], equal for the same prompt, also of other tables; 0 for rows whose prompts are not
+            compared. By default all are 0.
     """
 
     def __init__(
@@ -42,24 +44,27 @@ class Rows(Sequence[Row]):
         source_ids: np.ndarray | None = None,
         files: Collection[Path] = (),
         table_fingerprint: Callable[[], str] | None = None,
+        prompt_hashes: np.ndarray | None = None,
     ) -> None:
         self.read = read
         self.numbers = numbers
         self.source_ids = np.arange(len(numbers)) if source_ids is None else source_ids
         self.files = files
         self.table_fingerprint = table_fingerprint
+        self.prompt_hashes = np.zeros(len(numbers), np.uint64) if prompt_hashes is None else prompt_hashes
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice | list | np.ndarray):
-            return Rows(self.read, self.numbers[i], self.source_ids[i], self.files, self.table_fingerprint)
+            numbers, sources, prompts = self.numbers[i], self.source_ids[i], self.prompt_hashes[i]
+            return Rows(self.read, numbers, sources, self.files, self.table_fingerprint, prompts)
         return self.read(int(self.numbers[i]))
 
     def with_read(self, read: Callable[[int], Row]) -> Rows:
         """The same row numbers, read by another function; the fingerprint stays that of this table."""
-        return Rows(read, self.numbers, self.source_ids, self.files, self.table_fingerprint)
+        return Rows(read, self.numbers, self.source_ids, self.files, self.table_fingerprint, self.prompt_hashes)
 
     def fingerprint(self) -> str:
         """Changes with the texts, numbers and paths of media in the rows, and with their order.
@@ -94,6 +99,7 @@ def stack_tables(tables: Sequence[Rows]) -> Rows:
         np.concatenate([table.source_ids + first for table, first in zip(tables, first_sources, strict=True)]),
         {file for table in tables for file in table.files},
         lambda: fingerprint(table.fingerprint() for table in tables),
+        np.concatenate([table.prompt_hashes for table in tables]),
     )
 
 

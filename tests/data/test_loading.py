@@ -1,6 +1,7 @@
 """Tasks of files and data sets: chats, pairs and marked answers, and what is made of a task that has none."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlkit.data import (
     load_pairs,
     load_task,
     load_unpaired,
+    mix_tasks,
     open_stream,
     with_heldout,
 )
@@ -122,6 +124,34 @@ def test_a_prompt_is_held_out_or_trained_on_but_never_both(tmp_path, suffix):
         held, trained = ({row["question"] for row in part} for part in (task.heldout, task.train))
         assert len(held) == 4 and len(trained) == 36 and not held & trained
         assert len(task.heldout) == (20 if heldout else 4) and len(task.train) == 180
+
+
+def test_prompts_of_a_held_out_file_are_not_trained_on(tmp_path, capsys, monkeypatch):
+    """Whatever the column of the prompt; also of a mixture, and of both answers of a pair."""
+    rows = [{"question": f"Q{i}", "answer": "a", "chosen": "a", "rejected": "b", "input": ""} for i in range(40)]
+    held = [{"prompt": f"Q{i}", "answer": "a", "chosen": "c", "rejected": "d"} for i in (5, 3, 70)]
+    path, file = write(tmp_path / "rows.jsonl", rows), write(tmp_path / "held.jsonl", held)
+    for load, times in ((load_task, 1), (load_pairs, 1), (load_unpaired, 2)):
+        task = with_heldout(load(path), file, load)
+        assert [row["question"] for row in task.heldout] == np.repeat(["Q5", "Q3", "Q70"], times).tolist()
+        left = [f"Q{i}" for i in range(40) if i not in (3, 5)]
+        assert [row["question"] for row in task.train] == np.repeat(left, times).tolist()
+        printed = f"not trained on: {2 * times} of {40 * times} rows, whose prompts are in {file}\n"
+        assert capsys.readouterr().out == printed
+    monkeypatch.setenv("RANK", "1")
+    more = load_task(write(tmp_path / "more.jsonl", [{"instruction": f"Q{i}", "output": "a"} for i in range(3, 6)]))
+    mixture = with_heldout(mix_tasks([load_task(path), replace(more, train=more.splits["train"])]), file)
+    assert not {row["question"] for row in mixture.train} & {"Q3", "Q5"} and "Q4" in {
+        row["question"] for row in mixture.train
+    }
+    assert capsys.readouterr().out == ""
+
+
+def test_questions_about_images_are_not_compared(tmp_path):
+    rows = [{"question": "Which digit?", "image": f"{i}.png", "answer": str(i)} for i in range(9)]
+    path, file = write(tmp_path / "rows.jsonl", rows[:5]), write(tmp_path / "held.jsonl", rows[5:])
+    task = with_heldout(load_task(path), file)
+    assert (len(task.train), len(task.heldout)) == (5, 4)
 
 
 def test_different_prompts_are_split_row_by_row(tmp_path):
