@@ -252,7 +252,7 @@ def _from_sharegpt(raw: Row, name: str) -> Chat:
 
 
 def _from_turn(turn: Mapping[str, Any], name: str) -> Message:
-    role, value = ROLES.get(turn.get("from", "")), turn.get("value")
+    role, value = ROLES.get(str(turn.get("from"))), turn.get("value")
     if role is None or not isinstance(value, str):
         raise ValueError(f"{name}: expected from human, gpt, system, ... and a text as value, got {str(turn):.80}")
     if turn["from"] != "function_call":
@@ -443,9 +443,11 @@ def check_columns(columns: Collection[str], *needed: Sequence[str], media: Mappi
 
     Raises:
         ValueError: both `image` and `images`, `video` and `videos`, or `audio` and `audios`; images, videos or audios
-            in a column of another name; a group without a column in the table.
+            in a column of another name; a reserved name; a group without a column in the table.
     """
     has = f"got columns {list(columns)}"
+    if reserved := [name for name in ("read_as", "unreadable") if name in columns]:
+        raise ValueError(f"{reserved[0]}: expected another name of a column, as rlkit marks rows with this one, {has}")
     for many, one in (IMAGE_COLUMNS, VIDEO_COLUMNS, AUDIO_COLUMNS):
         own = {many, one} & set(columns)
         if len(own) > 1:

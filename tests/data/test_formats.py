@@ -184,6 +184,11 @@ def test_tools_of_messages_and_of_sharegpt():
             "conversations[0]: expected from human, gpt, system, ... and a text as value, got "
             "{'from': 'x', 'value': 1}",
         ),
+        (
+            {"conversations": [{"from": ["human"], "value": "Q"}]},
+            "conversations[0]: expected from human, gpt, system, ... and a text as value, got "
+            "{'from': ['human'], 'value': 'Q'}",
+        ),
         ({"conversations": "Q"}, 'conversations: expected a list of {"from": ..., "value": ...}, got \'Q\''),
         (
             {"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "add(1)"}]},
@@ -514,6 +519,14 @@ def test_bad_marks_are_named(raw, error):
         (["question", "answer", "image", "images"], "images and image: expected one of them"),
         (["question", "answer", "image_path"], "images: expected a column images or image, not 'image_path'"),
         (["answer"], "question: expected a column question or prompt"),
+        (
+            ["question", "answer", "unreadable"],
+            "unreadable: expected another name of a column, as rlkit marks rows with this one",
+        ),
+        (
+            ["question", "answer", "read_as"],
+            "read_as: expected another name of a column, as rlkit marks rows with this one",
+        ),
         (["prompt"], "answer: expected a column answer or label"),
     ],
 )
