@@ -84,7 +84,8 @@ def load_task(name: str, *, reward: str | None = None, allow_outside_files: bool
       rlkit.data.formats; image paths are relative to the file. A tenth of the rows is held out, at least 1 and at most
       300. The reward is an exact match.
     - `owner/name` on the hub, or a directory: a data set with such columns. Its `test` or `validation` split is held
-      out, or a tenth of `train` if there is none. The reward is an exact match.
+      out, or a tenth of `train` if there is none. Image paths are relative to the directory. The reward is an exact
+      match.
     - `reasoning_gym:NAME`, possibly with settings (`,level=2`): a task of reasoning-gym, see rlkit.data.reasoning_gym.
     - `module:function` or `path/to/file.py:function`: a function that returns a Task.
 

@@ -282,6 +282,18 @@ def test_texts_of_a_directory_are_read_with_the_settings_of_its_readme(tmp_path)
     assert (row["question"], row["answer"]) == ("a", 1)
 
 
+def test_files_of_a_directory_that_are_not_read_are_named(tmp_path, capsys):
+    for name in ("train.jsonl", "test.jsonl"):
+        write(tmp_path / name, [{"question": "a", "answer": "1"}])
+    for name in ("dataset_infos.json", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    load_task(str(tmp_path))
+    assert capsys.readouterr().out == ""
+    write(tmp_path / "heldout.jsonl", [{"question": "b", "answer": "1"}])
+    assert len(load_task(str(tmp_path)).heldout) == 1
+    assert capsys.readouterr().out == f"{tmp_path}: not read: heldout.jsonl (of no split; --heldout takes a file)\n"
+
+
 def test_a_broken_file_of_a_directory_is_named(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "a"}\n{"question"\n')
     with pytest.raises(ValueError, match="train.jsonl: expected json, got "):
