@@ -48,6 +48,7 @@ from rlkit.data.samples import Row
 QUESTION_COLUMNS = ("question", "prompt", "problem")
 CHAT_COLUMNS = ("messages", "conversations")
 PROMPT_COLUMNS = (*QUESTION_COLUMNS, *CHAT_COLUMNS, "instruction")
+OTHER_PROMPT_COLUMNS = ("input", "inputs", "query", "context", "user", "user_prompt", "conversation", "post", "text")
 ANSWER_COLUMNS = ("answer", "solution", "label")
 IMAGE_COLUMNS = ("images", "image")
 VIDEO_COLUMNS = ("videos", "video")
@@ -119,7 +120,8 @@ def pair_row(raw: Row) -> dict[str, Any]:
     their common beginning, up to its last white space.
 
     Raises:
-        ValueError: no prompt, no answers, the same answer twice, or answers of several messages.
+        ValueError: no prompt, one that may be in a column of another name, no answers, the same answer twice, or
+            answers of several messages.
     """
     chosen, rejected = _turns(_value(raw, "chosen"), "chosen"), _turns(_value(raw, "rejected"), "rejected")
     if chosen is not None and chosen == rejected:
@@ -133,6 +135,8 @@ def pair_row(raw: Row) -> dict[str, Any]:
         messages = [*before, *messages] if before and before[-1] not in messages else _with_system(raw, messages)
         chosen, rejected = chosen[shared:], rejected[shared:]
     elif isinstance(chosen, str) and isinstance(rejected, str) and not _columns(raw, PROMPT_COLUMNS):
+        if other := [name for name in OTHER_PROMPT_COLUMNS if _value(raw, name) not in (None, "")]:
+            raise ValueError(f"{other[0]}: expected a prompt in a column prompt; rename this one, or remove it")
         beginning = commonprefix([chosen, rejected])
         start = len(beginning) - len(re.split(r"\s", beginning)[-1])
         messages = read_chat({**raw, "question": chosen[:start] or None}).messages
@@ -197,11 +201,13 @@ def _with_system(raw: Row, messages: list[Message]) -> list[Message]:
     system = _value(raw, "system")
     if not system or raw.get("read_as"):
         return messages
+    if not isinstance(system, str):
+        raise ValueError(f"system: expected text, got {system!r:.80}")
     if messages[0]["role"] == "system":
-        if text_of(messages[0]) == str(system):
+        if text_of(messages[0]) == system:
             return messages
         raise ValueError("system: expected one system message, got a column and a message that differ")
-    return [{"role": "system", "content": str(system)}, *messages]
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _same_question(raw: Row, chat: Chat, found: Sequence[str]) -> bool:
@@ -246,7 +252,7 @@ def _from_sharegpt(raw: Row, name: str) -> Chat:
 
 
 def _from_turn(turn: Mapping[str, Any], name: str) -> Message:
-    role, value = ROLES.get(turn.get("from", "")), turn.get("value")
+    role, value = ROLES.get(str(turn.get("from"))), turn.get("value")
     if role is None or not isinstance(value, str):
         raise ValueError(f"{name}: expected from human, gpt, system, ... and a text as value, got {str(turn):.80}")
     if turn["from"] != "function_call":
@@ -265,8 +271,10 @@ def _from_alpaca(raw: Row, name: str) -> Chat:
             raise ValueError(f"history: expected pairs of a question and an answer, got {turn!r:.80}")
         messages += [{"role": "user", "content": str(turn[0])}, _assistant_message(str(turn[1]))]
     messages.append({"role": "user", "content": question})
-    output = _value(raw, "output" if _value(raw, "completion") is None else "completion")
-    return Chat(messages, None if output is None else _assistant_message(str(output)))
+    column = "output" if _value(raw, "completion") is None else "completion"
+    output = _value(raw, column)
+    completion = None if output is None else _one_answer(output, column)
+    return Chat(messages, _assistant_message(completion) if isinstance(completion, str) else completion)
 
 
 READERS = {
@@ -283,12 +291,16 @@ def _plain_text(raw: Row) -> str | None:
 
 
 def _turns(found: Any, name: str) -> Any:
-    r"""Converts a list of messages, a single message or Anthropic's text to messages; returns other values unchanged.
+    r"""Converts messages, a message, JSON text of messages or Anthropic's text to messages; leaves others unchanged.
 
     Anthropic's helpful-harmless texts, https://huggingface.co/datasets/Anthropic/hh-rlhf, begin with "\n\nHuman:".
     """
     if isinstance(found, Mapping):
         found = [found]
+    if isinstance(found, str) and re.match(r"\s*\[\s*\{", found):
+        parsed = from_json(found)
+        is_chat = all(isinstance(one, Mapping) and one.keys() & {"role", "from"} for one in parsed)
+        found = parsed if is_chat else found
     if isinstance(found, list | tuple | np.ndarray):
         if len(found) and all(isinstance(one, Mapping) and "from" in one for one in found):
             return [_from_turn(one, f"{name}[{i}]") for i, one in enumerate(found)]
@@ -421,30 +433,44 @@ def _value(raw: Row, name: str) -> Any:
 # --- tables
 
 
-def check_columns(columns: Collection[str], *needed: Sequence[str]) -> None:
+def check_columns(columns: Collection[str], *needed: Sequence[str], media: Mapping[str, str] | None = None) -> None:
     """Refuse a table with unsupported, ambiguous or missing columns.
 
     Args:
         columns: of the table.
         needed: groups of column names; the table needs at least one column of each group.
+        media: column -> `image`, `video` or `audio`, for the columns of media in the table's schema.
 
     Raises:
         ValueError: both `image` and `images`, `video` and `videos`, or `audio` and `audios`; images, videos or audios
-            in a column of another name; a group without a column in the table.
+            in a column of another name; a reserved name; a group without a column in the table.
     """
     has = f"got columns {list(columns)}"
-    for (many, one), pattern in (
-        (
-            IMAGE_COLUMNS,
-            r"(?<!^n_)(?<!^num_)(?<!^has_)(?<!^is_)(image|img)s?_?(\d+|(path|file|url|name|byte)s?|data)?$",
-        ),
-        (VIDEO_COLUMNS, "^videos?_?(path|file|url|name)s?$"),
-        (AUDIO_COLUMNS, "^audios?_?(path|file|url|name)s?$"),
-    ):
-        if {many, one} <= set(columns):
+    if reserved := [name for name in ("read_as", "unreadable") if name in columns]:
+        raise ValueError(f"{reserved[0]}: expected another name of a column, as rlkit marks rows with this one, {has}")
+    for many, one in (IMAGE_COLUMNS, VIDEO_COLUMNS, AUDIO_COLUMNS):
+        own = {many, one} & set(columns)
+        if len(own) > 1:
             raise ValueError(f"{many} and {one}: expected one of them, {has}")
-        if not {many, one} & set(columns) and (stray := [name for name in columns if re.search(pattern, name, re.I)]):
-            raise ValueError(f"{many}: expected a column {many} or {one}, not {stray[0]!r}, {has}")
+        if stray := _stray_columns(columns, one, bool(own), media or {}):
+            expected = f"all in one column {many}, not also in" if own else f"a column {many} or {one}, not"
+            raise ValueError(f"{many}: expected {expected} {stray[0]!r}, {has}")
     for names in needed:
         if not set(names) & set(columns):
             raise ValueError(f"{names[0]}: expected a column {' or '.join(names)}, {has}")
+
+
+def _stray_columns(columns: Collection[str], kind: str, has_own: bool, media: Mapping[str, str]) -> list[str]:
+    """The columns of other names that have images, videos or audios, by their names or by the table's schema.
+
+    A path or URL beside a column of this kind is taken for one of the same image, video or audio.
+    """
+    words = {"image": ".*(image|img|picture|photo)", "video": ".*video" if has_own else ".*video|frame"}
+    suffixes = r"\d+|[a-d]|left|right|list" + ("" if has_own else "|(file_?)?(path|file|url|name|byte)s?|data")
+    pattern = rf"(?!(n|num|no|has|is|with|needs|contains)_)({words.get(kind, '.*audio')})s?_?({suffixes})?"
+    known = (*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS)
+    return [
+        name
+        for name in columns
+        if name not in known and (media.get(name) == kind or re.fullmatch(pattern, name, re.IGNORECASE))
+    ]

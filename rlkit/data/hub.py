@@ -5,7 +5,8 @@ Images stay undecoded, so a broken image makes one row unusable instead of endin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from rlkit.data.fingerprints import table_fingerprint
 from rlkit.data.lookup import check_source, requires_extra
 from rlkit.data.samples import Row
-from rlkit.data.tables import TEXT_SUFFIXES, Rows, read_table, without_decoding
+from rlkit.data.tables import FILE_SUFFIXES, TEXT_SUFFIXES, Rows, read_table, without_decoding
 
 
 def read_splits(source: str, subset: str | None = None) -> dict[str, Any]:
@@ -154,12 +155,21 @@ def _text_files(source: str, subset: str | None) -> dict[str, list[str]]:
     with _source_in_errors(source), TemporaryDirectory() as empty:  # a cache may have features that datasets inferred
         builder = datasets.load_dataset_builder(source, subset, cache_dir=empty)
     files = {str(split): list(paths) for split, paths in (builder.config.data_files or {}).items()}
+    _name_unread_files(source, {Path(path).resolve() for paths in files.values() for path in paths})
     suffixes = {Path(path).suffix for paths in files.values() for path in paths}
     defaults = {"sep": "\t"} if suffixes == {".tsv"} else {}
     settings, usual = vars(builder.config), {**vars(type(builder.config)()), **defaults}
     about = {"name", "version", "description", "data_dir", "data_files"}
     plain = all(settings[name] == usual[name] for name in settings.keys() - about)
     return files if suffixes <= TEXT_SUFFIXES and plain and builder.info.features is None else {}
+
+
+def _name_unread_files(source: str, read: Collection[Path]) -> None:
+    """Print which files of a directory are of no split, such as `heldout.jsonl` beside `train.jsonl`."""
+    found = [path for path in Path(source).iterdir() if path.suffix in FILE_SUFFIXES and path.resolve() not in read]
+    names = sorted(path.name for path in found if path.name != "dataset_infos.json")
+    if names and os.environ.get("RANK", "0") == "0":
+        print(f"{source}: not read: {', '.join(names)} (of no split; --heldout takes a file)", flush=True)
 
 
 def _rows_of_files(paths: Iterable[str]) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -40,10 +41,12 @@ from rlkit.data.tables import (
     columns_of,
     concatenate,
     files_of_video,
+    media_columns,
     read_table,
     resolve_image_path,
     resolve_video_path,
     split_heldout,
+    with_class_names,
     without_filled_nulls,
     without_repeats,
 )
@@ -81,7 +84,8 @@ def load_task(name: str, *, reward: str | None = None, allow_outside_files: bool
       rlkit.data.formats; image paths are relative to the file. A tenth of the rows is held out, at least 1 and at most
       300. The reward is an exact match.
     - `owner/name` on the hub, or a directory: a data set with such columns. Its `test` or `validation` split is held
-      out, or a tenth of `train` if there is none. The reward is an exact match.
+      out, or a tenth of `train` if there is none. Image paths are relative to the directory. The reward is an exact
+      match.
     - `reasoning_gym:NAME`, possibly with settings (`,level=2`): a task of reasoning-gym, see rlkit.data.reasoning_gym.
     - `module:function` or `path/to/file.py:function`: a function that returns a Task.
 
@@ -206,12 +210,12 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
     """The rows of a table, read as this kind on access, with paths of media relative to the file."""
     folders = [file.parent, *([] if file.suffix in FILE_SUFFIXES else cache_folders())]
     try:
-        check_columns(columns_of(table), *kind.needed)
+        check_columns(columns_of(table), *kind.needed, media=media_columns(table))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
     def row(i: int) -> Row:
-        raw = table[i] if isinstance(table, list) else without_filled_nulls(table[i])
+        raw = table[i] if isinstance(table, list) else without_filled_nulls(with_class_names(table[i], table.features))
         read = _read(kind, {**raw, "where": f"{name} row {i + 1}"})
         images = [resolve_image_path(file, image) for image in read["images"]]
         videos = [resolve_video_path(file, video) for video in read.get("videos") or ()]
@@ -228,31 +232,37 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
 
     files = [file] if file.suffix in FILE_SUFFIXES else ()
     read_all = cache(partial(table_fingerprint, table))
-    rows = Rows(row, np.arange(len(table)), _prompt_ids(table), files, read_all)
+    hashes = _prompt_hashes(table)
+    rows = Rows(row, np.arange(len(table)), _source_ids(hashes), files, read_all, hashes)
     first = [rows[i] for i in range(min(20, len(rows)))]
     if first and all("unreadable" in one for one in first):
         raise ValueError(f"{first[0]['where']}: {first[0]['unreadable']}")
     return rows
 
 
-def _prompt_ids(table: Any) -> np.ndarray:
-    """For each row the number of the first row with the same prompt. Rows of a table with media all count as different.
+def _prompt_hashes(table: Any) -> np.ndarray:
+    """For each row a hash of its prompt; 0 without a text prompt, and for all rows of a table with media.
 
     Data sets have several rows for a prompt: DAPO's file has each problem a hundred times, and preferences have several
     answers. Linear time.
     """
     columns = columns_of(table)
     texts = [name for name in (*QUESTION_COLUMNS, "instruction") if name in columns]
+    hashes = np.zeros(len(table), np.uint64)
     if not texts or not {*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS}.isdisjoint(columns):
-        return np.arange(len(table))
+        return hashes
     texts += [name for name in ("input",) if name in columns]  # of an instruction
-    ids: list[int] = []
-    first: dict[bytes, int] = {}
     for i, row in enumerate(table if isinstance(table, list) else table.select_columns(texts)):
-        prompt = [row.get(name) for name in texts]
-        key = blake2b(json.dumps(prompt, default=str).encode(), digest_size=16).digest()
-        ids.append(first.setdefault(key, i) if any(prompt) else i)
-    return np.array(ids)
+        if prompt := [row[name] for name in texts if row.get(name)]:
+            digest = blake2b(json.dumps(prompt, default=str).encode(), digest_size=8).digest()
+            hashes[i] = int.from_bytes(digest)
+    return hashes
+
+
+def _source_ids(prompt_hashes: np.ndarray) -> np.ndarray:
+    """For each row the number of the first row with the same prompt, or its own number if prompts are not compared."""
+    _, first, which = np.unique(prompt_hashes, return_index=True, return_inverse=True)
+    return np.where(prompt_hashes == 0, np.arange(len(prompt_hashes)), first[which])
 
 
 def _read(kind: Kind, raw: Row) -> Row:
@@ -276,7 +286,9 @@ def _unreadable(row: Row, error: ValueError) -> Row:
 def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_task) -> Task:
     """Replaces the held-out rows of a task. They are never trained on. `heldout` is one of these:
 
-    - a file (`heldout.jsonl`) or a split of the data set (`validation`). All other rows are trained on.
+    - a file (`heldout.jsonl`) or a split of the data set (`validation`). The other rows are trained on, without those
+      whose prompt is in the file; a line says how many these are. Prompts are compared where both have text in a
+      column such as `question`, and no column of images, videos or audios.
     - `all`, for evaluation: every row of a file, or of all splits.
     - a share of the training rows (`0.1`): at least one row, the same rows in every run. Both rows that `load_unpaired`
       makes of a pair are held out, or neither. So are all rows with the same prompt, unless they have images, videos or
@@ -301,9 +313,20 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
         held_rows = load(heldout).splits["train"]
         if Path(heldout).resolve() in {file.resolve() for file in _files_of(rows)}:
             raise ValueError(f"heldout: expected another file than those to train on, got {heldout!r}")
-        return replace(task, train=rows, heldout=held_rows)
+        return replace(task, train=_without_prompts_of(rows, held_rows, heldout), heldout=held_rows)
     train, held = _split_by_share(rows, _share(heldout, task.splits))
     return replace(task, train=train, heldout=held)
+
+
+def _without_prompts_of(rows: Sequence[Row], held: Sequence[Row], name: str) -> Sequence[Row]:
+    """The rows without those that have the prompt of a held-out row."""
+    hashes, held_hashes = as_rows(rows).prompt_hashes, as_rows(held).prompt_hashes
+    is_held = np.isin(hashes, held_hashes[held_hashes != 0])
+    if not is_held.any():
+        return rows
+    if os.environ.get("RANK", "0") == "0":
+        print(f"not trained on: {is_held.sum()} of {len(rows)} rows, whose prompts are in {name}", flush=True)
+    return as_rows(rows)[np.flatnonzero(~is_held)]
 
 
 def _files_of(rows: Sequence[Row]) -> Iterable[Path]:
@@ -364,7 +387,8 @@ def _split_pairs(rows: Sequence[Row]) -> Rows:
         return {**pair, "completion": pair.get("chosen" if good else "rejected"), "label": good}
 
     numbers = (2 * pairs.numbers[:, None] + [0, 1]).flatten()
-    return Rows(row, numbers, np.repeat(pairs.source_ids, 2), pairs.files, pairs.table_fingerprint)
+    sources, prompts = np.repeat(pairs.source_ids, 2), np.repeat(pairs.prompt_hashes, 2)
+    return Rows(row, numbers, sources, pairs.files, pairs.table_fingerprint, prompts)
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:

@@ -24,8 +24,8 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
         weights: one number above 0 per task, with any sum; by default the tasks' numbers of rows.
 
     Returns:
-        a task named "a+b". `row["task"]` names the task whose reward scores the answers to a row. The held-out rows are
-        those of all tasks, each once.
+        a task named "a+b". `row["task"]` names the task whose reward scores the answers to a row. That reward sees the
+        `task` that the row had before, if it had one. The held-out rows are those of all tasks, each once.
 
     Raises:
         ValueError: no task, two with the same name, one without training rows, or wrong weights.
@@ -47,7 +47,8 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
         if row.get("task") not in rewards:
             expected = f"expected one of {sorted(rewards)} in the column `task`, also of a held-out file"
             raise ValueError(f"{row.get('where', 'row')}: task: {expected}, got {row.get('task')!r}")
-        return rewards[row["task"]](text, row)
+        own = row.get("own_task") or {}  # a held-out file has none
+        return rewards[row["task"]](text, {**row, "own_task": None, **own})
 
     return Task(
         "+".join(names),
@@ -58,8 +59,14 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
 
 
 def _with_task_name(task: Task, rows: Sequence[Row]) -> Rows:
+    """The rows with the task's name as `task`, and what they had there in `own_task`, for the task's reward."""
     table = as_rows(rows)
-    return table.with_read(lambda number: {**table.read(number), "task": task.name})
+
+    def read(number: int) -> Row:
+        row = table.read(number)
+        return {**row, "task": task.name, "own_task": {key: row[key] for key in ("task", "own_task") if key in row}}
+
+    return table.with_read(read)
 
 
 def sort_by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Sequence[Row]:

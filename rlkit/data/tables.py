@@ -33,6 +33,8 @@ class Rows(Sequence[Row]):
             as both answers of a preference pair, and rows with the same prompt. By default all differ.
         files: that the rows were read from, where known.
         table_fingerprint: returns a fingerprint of all that `read` reads.
+        prompt_hashes: uint64 [n], equal for the same prompt, also of other tables; 0 for rows whose prompts are not
+            compared. By default all are 0.
     """
 
     def __init__(
@@ -42,24 +44,27 @@ class Rows(Sequence[Row]):
         source_ids: np.ndarray | None = None,
         files: Collection[Path] = (),
         table_fingerprint: Callable[[], str] | None = None,
+        prompt_hashes: np.ndarray | None = None,
     ) -> None:
         self.read = read
         self.numbers = numbers
         self.source_ids = np.arange(len(numbers)) if source_ids is None else source_ids
         self.files = files
         self.table_fingerprint = table_fingerprint
+        self.prompt_hashes = np.zeros(len(numbers), np.uint64) if prompt_hashes is None else prompt_hashes
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice | list | np.ndarray):
-            return Rows(self.read, self.numbers[i], self.source_ids[i], self.files, self.table_fingerprint)
+            numbers, sources, prompts = self.numbers[i], self.source_ids[i], self.prompt_hashes[i]
+            return Rows(self.read, numbers, sources, self.files, self.table_fingerprint, prompts)
         return self.read(int(self.numbers[i]))
 
     def with_read(self, read: Callable[[int], Row]) -> Rows:
         """The same row numbers, read by another function; the fingerprint stays that of this table."""
-        return Rows(read, self.numbers, self.source_ids, self.files, self.table_fingerprint)
+        return Rows(read, self.numbers, self.source_ids, self.files, self.table_fingerprint, self.prompt_hashes)
 
     def fingerprint(self) -> str:
         """Changes with the texts, numbers and paths of media in the rows, and with their order.
@@ -94,6 +99,7 @@ def stack_tables(tables: Sequence[Rows]) -> Rows:
         np.concatenate([table.source_ids + first for table, first in zip(tables, first_sources, strict=True)]),
         {file for table in tables for file in table.files},
         lambda: fingerprint(table.fingerprint() for table in tables),
+        np.concatenate([table.prompt_hashes for table in tables]),
     )
 
 
@@ -174,14 +180,25 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _csv_rows(path: Path) -> list[Row]:
-    """Rows of a .csv or .tsv file. Every cell is text; an empty one is None."""
+    """Rows of a .csv or .tsv file. Every cell is text; an empty one is None.
+
+    `strict`, because Python's reader otherwise puts the rest of the file into a cell whose quote is not closed.
+    """
     delimiter = "\t" if path.suffix == ".tsv" else ","
+    rows, line = [], 1  # line: where the next row begins
     try:
         csv.field_size_limit(LONGEST_CELL)
         with path.open(encoding="utf-8-sig", newline="") as file:  # a cell may have line breaks of any kind
-            names, *cells = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
-    except (ValueError, csv.Error) as error:
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            for row in reader:
+                rows.append(row)
+                line = reader.line_num + 1
+    except csv.Error as error:
+        expected = 'expected a cell that begins with " to end with ", and to have "" for each " inside'
+        raise ValueError(f"{path} line {line}: {expected}, got {error}") from error
+    except ValueError as error:
         raise ValueError(f"{path}: expected {path.suffix[1:]}, got {error}") from error
+    names, *cells = [row for row in rows if row] or [[]]
     if len(set(names)) < len(names):
         raise ValueError(f"{path}: expected different names of columns, got {names}")
     for i, row in enumerate(cells):
@@ -207,14 +224,28 @@ def without_decoding(table: Any) -> Any:
     with requires_extra("recipes"):
         import datasets
 
-    for kind in (datasets.Image, datasets.Video, datasets.Audio):
-        undecoded = kind(decode=False)
-        for name, feature in (table.features or {}).items():
-            if isinstance(feature, kind):
-                table = table.cast_column(name, undecoded)
-            elif isinstance(feature, datasets.List) and isinstance(feature.feature, kind):
-                table = table.cast_column(name, datasets.List(undecoded))
+    for name, kind in media_columns(table).items():
+        undecoded = getattr(datasets, kind.title())(decode=False)
+        feature = table.features[name]
+        table = table.cast_column(name, type(feature)(undecoded) if hasattr(feature, "feature") else undecoded)
     return table
+
+
+def media_columns(table: Any) -> dict[str, str]:
+    """The columns of media in the schema of a table or stream: name -> `image`, `video` or `audio`."""
+    features = {} if isinstance(table, list) else table.features or {}
+    entries = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+    kinds = {"Image": "image", "Video": "video", "Audio": "audio"}  # names of datasets' classes
+    return {name: kinds[type(entry).__name__] for name, entry in entries.items() if type(entry).__name__ in kinds}
+
+
+def with_class_names(row: Row, features: Mapping[str, Any]) -> Row:
+    """A row of a data set with the names of its classes in place of their numbers; -1, for none, becomes None."""
+    import datasets
+
+    classes = {name: feature for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
+    named = {name: None if row[name] in (None, -1) else feature.int2str(row[name]) for name, feature in classes.items()}
+    return {**row, **named}
 
 
 def without_filled_nulls(found: Any, inside: bool = False) -> Any:

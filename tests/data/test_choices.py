@@ -80,7 +80,9 @@ def test_heldout_by_file(tmp_path):
             with_heldout(load_task(train), same)
     with pytest.raises(ValueError, match="gone.jsonl: expected a file, got none of this name"):
         with_heldout(task, str(tmp_path / "gone.jsonl"))
-    pairs = [write(tmp_path / f"{name}.jsonl", [{"prompt": "q", "chosen": name, "rejected": "b"}] * 4) for name in "xy"]
+    pairs = [
+        write(tmp_path / f"{name}.jsonl", [{"prompt": name, "chosen": name, "rejected": "b"}] * 4) for name in "xy"
+    ]
     task = with_heldout(load_pairs(pairs[0]), pairs[1], load_pairs)
     assert [row["chosen"] for row in task.heldout] == ["y"] * 4 and len(task.train) == 4
 

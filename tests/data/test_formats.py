@@ -1,5 +1,7 @@
 """Rows in the formats that people have, and what they become."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -101,6 +103,18 @@ def test_tasks(raw, messages, images, answer):
     assert task_row(row) == row  # what is read stays as it is
 
 
+def test_messages_may_be_json_text():
+    """As in .csv files; other JSON is text."""
+    prompt, turns = [SYSTEM, user("Q")], [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "b"}]
+    row = chat_row({"prompt": json.dumps(prompt), "completion": json.dumps([assistant("3")])})
+    assert (row["messages"], row["completion"]) == (prompt, "3")
+    row = pair_row({"chosen": json.dumps([user("Q"), assistant("a")]), "rejected": json.dumps(turns)})
+    assert (row["messages"], row["chosen"], row["rejected"]) == ([user("Q")], "a", "b")
+    for text in ("[]", "[1, 2]", '[{"name": "add"}]', '{"role": "king"}', "[" * 9999, '[{"role"', '[{"from": 1}, 2]'):
+        row = pair_row({"prompt": text, "chosen": f"{text} ", "rejected": "b"})
+        assert row["messages"] == [user(text)] and row["chosen"] == f"{text} "
+
+
 def test_the_question_is_for_people():
     assert task_row({"question": "Look: <image>\nWhat?", "image": "x", "answer": "3"})["question"] == "Look: \nWhat?"
     assert task_row({"question": " Q ", "answer": "3"})["question"] == " Q "
@@ -170,6 +184,11 @@ def test_tools_of_messages_and_of_sharegpt():
             "conversations[0]: expected from human, gpt, system, ... and a text as value, got "
             "{'from': 'x', 'value': 1}",
         ),
+        (
+            {"conversations": [{"from": ["human"], "value": "Q"}]},
+            "conversations[0]: expected from human, gpt, system, ... and a text as value, got "
+            "{'from': ['human'], 'value': 'Q'}",
+        ),
         ({"conversations": "Q"}, 'conversations: expected a list of {"from": ..., "value": ...}, got \'Q\''),
         (
             {"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "add(1)"}]},
@@ -214,7 +233,8 @@ def test_chats():
 )
 def test_numbers_and_lists_of_one_as_answers_to_imitate(answer, completion):
     """pandas makes a column of integers with a gap one of floats; ChartQA has its answers in lists."""
-    assert chat_row({"question": "Q", "answer": answer})["completion"] == completion
+    for raw in ({"question": "Q", "answer": answer}, {"instruction": "Q", "output": answer}):
+        assert chat_row(raw)["completion"] == completion
 
 
 @pytest.mark.parametrize(
@@ -231,6 +251,11 @@ def test_numbers_and_lists_of_one_as_answers_to_imitate(answer, completion):
             {"question": "Q", "answer": ["3", "4"]},
             "answer: expected a text or one message of the assistant, got ['3', '4']",
         ),
+        (
+            {"instruction": "Q", "output": ["a", "b"]},
+            "output: expected a text or one message of the assistant, got ['a', 'b']",
+        ),
+        ({"question": "Q", "answer": "3", "system": {"text": "S"}}, "system: expected text, got {'text': 'S'}"),
         ({"question": "Q", "answer": True}, "answer: expected a text or one message of the assistant, got True"),
         (
             {"question": "Q", "answer": "3", "solution": "1 + 2"},
@@ -283,6 +308,13 @@ def test_bad_chats_are_named(raw, error):
         ({"chosen": [user("Q"), assistant("a")], "rejected": [user("Q"), assistant("b")]}, [user("Q")], "a", "b"),
         ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, [user("The sky is ")], "blue.", "green."),
         ({"chosen": "The sky is grey.", "rejected": "The sky is green."}, [user("The sky is ")], "grey.", "green."),
+        ({"input": "", "chosen": "It is so.", "rejected": "It is no."}, [user("It is ")], "so.", "no."),
+        (
+            {"context": "C", "chosen": [user("Q"), assistant("a")], "rejected": [user("Q"), assistant("b")]},
+            [user("Q")],
+            "a",
+            "b",
+        ),
         # Anthropic
         (
             {"chosen": f"{HUMAN} I am sure I am.", "rejected": f"{HUMAN} I am sure: no."},
@@ -402,6 +434,14 @@ def test_a_system_column_that_repeats_the_chats_system_message_is_read():
             "system: expected one system message, got a column and a message that differ",
         ),
         ({"chosen": "red", "rejected": "green"}, "question: expected text or messages, got none"),
+        (
+            {"system": "S", "input": "Capital?", "chosen": "The city is Paris.", "rejected": "The city is Rome."},
+            "input: expected a prompt in a column prompt; rename this one, or remove it",
+        ),
+        (
+            {"query": "Capital?", "chosen": "The city is Paris.", "rejected": "The city is Rome."},
+            "query: expected a prompt in a column prompt; rename this one, or remove it",
+        ),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "question: expected text or messages, got none"),
         (
             {
@@ -479,6 +519,14 @@ def test_bad_marks_are_named(raw, error):
         (["question", "answer", "image", "images"], "images and image: expected one of them"),
         (["question", "answer", "image_path"], "images: expected a column images or image, not 'image_path'"),
         (["answer"], "question: expected a column question or prompt"),
+        (
+            ["question", "answer", "unreadable"],
+            "unreadable: expected another name of a column, as rlkit marks rows with this one",
+        ),
+        (
+            ["question", "answer", "read_as"],
+            "read_as: expected another name of a column, as rlkit marks rows with this one",
+        ),
         (["prompt"], "answer: expected a column answer or label"),
     ],
 )
@@ -490,12 +538,51 @@ def test_columns_that_would_be_left_out_are_refused(columns, error):
     assert str(caught.value) == f"{error}, got columns {columns}"
 
 
-@pytest.mark.parametrize("column", ["image_id", "image_size"])
-def test_columns_about_images_are_allowed(column):
-    check_columns(["question", "answer", column], ("question",))
+@pytest.mark.parametrize(
+    ("own", "columns"),
+    [
+        ("question", ["image_id", "image_size", "imageId", "image_source", "img_type", "image_classes", "num_frames"]),
+        ("question", ["has_images", "needs_image", "video_id", "audio_language", "photographer", "imagination"]),
+        ("image", ["image_id", "image_path", "image_url", "image_file_name", "imagename", "img_path", "image_bytes"]),
+        ("images", ["image_paths", "image_urls", "image_ids", "num_images", "image_width"]),
+        ("video", ["video_path", "video_name", "video_id", "frames", "video_fps", "duration"]),
+        ("audio", ["audio_path", "audio_id", "audio_length"]),
+    ],
+)
+def test_columns_about_media_are_allowed(own, columns):
+    """Names and paths beside a column of media are of the same image, video or audio."""
+    check_columns(["question", "answer", own, *columns], ("question",))
 
 
-@pytest.mark.parametrize("column", ["image_1", "img", "question_images", "decoded_image", "image_urls", "image_bytes"])
+@pytest.mark.parametrize(
+    ("own", "column"),
+    [
+        ("image", "image_2"), ("images", "image_1"), ("image", "image_left"), ("image", "question_image"),
+        ("image", "img"), ("images", "image_list"), ("image", "picture"),
+        ("video", "video_2"), ("videos", "answer_video"), ("audio", "audio_b"),
+    ],
+)  # fmt: skip
+def test_more_media_beside_a_column_of_media_are_refused(own, column):
+    many = own if own.endswith("s") else f"{own}s"
+    with pytest.raises(ValueError) as caught:
+        check_columns(["question", own, column])
+    has = f"got columns {['question', own, column]}"
+    assert str(caught.value) == f"{many}: expected all in one column {many}, not also in {column!r}, {has}"
+
+
+@pytest.mark.parametrize("column", ["frames", "video_1", "video_list", "question_video"])
+def test_columns_of_videos_need_their_name(column):
+    with pytest.raises(ValueError, match=f"^videos: expected a column videos or video, not '{column}'"):
+        check_columns(["question", "answer", column], ("question",))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        "image_1", "img", "question_images", "decoded_image", "image_urls", "image_bytes", "image_list", "image_left",
+        "image_a", "picture", "photo", "image_filename",
+    ],
+)  # fmt: skip
 def test_columns_of_images_need_their_name(column):
     with pytest.raises(ValueError, match=f"^images: expected a column images or image, not '{column}'"):
         check_columns(["question", "answer", column], ("question",))

@@ -1,6 +1,7 @@
 """Tasks of files and data sets: chats, pairs and marked answers, and what is made of a task that has none."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlkit.data import (
     load_pairs,
     load_task,
     load_unpaired,
+    mix_tasks,
     open_stream,
     with_heldout,
 )
@@ -124,6 +126,34 @@ def test_a_prompt_is_held_out_or_trained_on_but_never_both(tmp_path, suffix):
         assert len(task.heldout) == (20 if heldout else 4) and len(task.train) == 180
 
 
+def test_prompts_of_a_held_out_file_are_not_trained_on(tmp_path, capsys, monkeypatch):
+    """Whatever the column of the prompt; also of a mixture, and of both answers of a pair."""
+    rows = [{"question": f"Q{i}", "answer": "a", "chosen": "a", "rejected": "b", "input": ""} for i in range(40)]
+    held = [{"prompt": f"Q{i}", "answer": "a", "chosen": "c", "rejected": "d"} for i in (5, 3, 70)]
+    path, file = write(tmp_path / "rows.jsonl", rows), write(tmp_path / "held.jsonl", held)
+    for load, times in ((load_task, 1), (load_pairs, 1), (load_unpaired, 2)):
+        task = with_heldout(load(path), file, load)
+        assert [row["question"] for row in task.heldout] == np.repeat(["Q5", "Q3", "Q70"], times).tolist()
+        left = [f"Q{i}" for i in range(40) if i not in (3, 5)]
+        assert [row["question"] for row in task.train] == np.repeat(left, times).tolist()
+        printed = f"not trained on: {2 * times} of {40 * times} rows, whose prompts are in {file}\n"
+        assert capsys.readouterr().out == printed
+    monkeypatch.setenv("RANK", "1")
+    more = load_task(write(tmp_path / "more.jsonl", [{"instruction": f"Q{i}", "output": "a"} for i in range(3, 6)]))
+    mixture = with_heldout(mix_tasks([load_task(path), replace(more, train=more.splits["train"])]), file)
+    assert not {row["question"] for row in mixture.train} & {"Q3", "Q5"} and "Q4" in {
+        row["question"] for row in mixture.train
+    }
+    assert capsys.readouterr().out == ""
+
+
+def test_questions_about_images_are_not_compared(tmp_path):
+    rows = [{"question": "Which digit?", "image": f"{i}.png", "answer": str(i)} for i in range(9)]
+    path, file = write(tmp_path / "rows.jsonl", rows[:5]), write(tmp_path / "held.jsonl", rows[5:])
+    task = with_heldout(load_task(path), file)
+    assert (len(task.train), len(task.heldout)) == (5, 4)
+
+
 def test_different_prompts_are_split_row_by_row(tmp_path):
     """Also rows with the same question about other images, and rows without a question."""
     order = np.random.default_rng(HELD_OUT_SEED).permutation(30)
@@ -193,6 +223,31 @@ def test_files_with_other_columns_are_refused(tmp_path):
         load_chats(str(tmp_path / "none.parquet"))
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize("of", ["file", "directory"])
+def test_media_of_a_schema_need_the_name_of_a_column_of_media(tmp_path, of, is_list):
+    import datasets
+
+    def write_table(name, **more):
+        """Images in a column of this name."""
+        cell = [str(tmp_path / "a.png")] if is_list else str(tmp_path / "a.png")
+        table = datasets.Dataset.from_dict({"question": ["q"] * 3, "answer": ["x"] * 3, name: [cell] * 3, **more})
+        table = table.cast_column(name, datasets.List(datasets.Image()) if is_list else datasets.Image())
+        path = str(tmp_path / name) + (".parquet" if of == "file" else "")
+        table.to_parquet(path) if of == "file" else table.save_to_disk(path)
+        return path
+
+    Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="images: expected a column images or image, not 'figure', got columns"):
+        load_task(write_table("figure"))
+    with pytest.raises(ValueError, match="images: expected all in one column images, not also in 'figure', got"):
+        load_task(write_table("figure", image=["a.png"] * 3))
+    row = load_task(write_table("images" if is_list else "image")).train[0]
+    assert "unreadable" not in row and len(row["images"]) == 1
+    if is_list:
+        assert len(load_task(write_table("video")).train[0]["videos"]) == 1  # frames
+
+
 @pytest.mark.parametrize(
     ("name", "texts", "answers"),
     [
@@ -227,10 +282,37 @@ def test_texts_of_a_directory_are_read_with_the_settings_of_its_readme(tmp_path)
     assert (row["question"], row["answer"]) == ("a", 1)
 
 
+def test_files_of_a_directory_that_are_not_read_are_named(tmp_path, capsys):
+    for name in ("train.jsonl", "test.jsonl"):
+        write(tmp_path / name, [{"question": "a", "answer": "1"}])
+    for name in ("dataset_infos.json", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    load_task(str(tmp_path))
+    assert capsys.readouterr().out == ""
+    write(tmp_path / "heldout.jsonl", [{"question": "b", "answer": "1"}])
+    assert len(load_task(str(tmp_path)).heldout) == 1
+    assert capsys.readouterr().out == f"{tmp_path}: not read: heldout.jsonl (of no split; --heldout takes a file)\n"
+
+
 def test_a_broken_file_of_a_directory_is_named(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "a"}\n{"question"\n')
     with pytest.raises(ValueError, match="train.jsonl: expected json, got "):
         load_task(str(tmp_path))
+
+
+@pytest.mark.parametrize("of", ["file", "directory"])
+def test_answers_that_are_classes_have_their_names(tmp_path, of):
+    """As in MMLU; Arrow has their numbers, and -1 where there is none."""
+    import datasets
+
+    classes = {"question": datasets.Value("string"), "answer": datasets.ClassLabel(names=["A", "B", "C", "D"])}
+    rows = {"question": list("abcdef"), "answer": [0, 1, 2, 3, -1, None]}
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(classes))
+    path = str(tmp_path / ("rows.parquet" if of == "file" else "rows"))
+    table.to_parquet(path) if of == "file" else table.save_to_disk(path)
+    task = load_task(path)
+    assert [row["answer"] for row in task.splits["train"]] == ["A", "B", "C", "D", None, None]
+    assert task.reward("A", task.splits["train"][0]) == 1 and task.reward("0", task.splits["train"][0]) == 0
 
 
 def test_nan_is_no_answer(tmp_path):

@@ -121,6 +121,20 @@ def test_each_row_is_scored_by_its_own_task():
     assert score(mixture.reward, samples).nan_to_num(-1).tolist() == [0.25, 0.25, -1, -1, 1, 1]
 
 
+def test_rewards_see_the_column_task_of_their_rows():
+    """Also those of a mixture in a mixture, which has such a column itself."""
+    kinds = task("kinds", 4, reward=0.0)
+    kinds = replace(
+        kinds,
+        train=[{**row, "task": "ocr"} for row in kinds.train],
+        reward=lambda text, row: {"ocr": 0.5}[row["task"]],
+    )
+    plain = replace(task("plain", 4), reward=lambda text, row: {"plain": 0.25}[row["task"]])
+    mixture = mix_tasks([mix_tasks([kinds, plain]), task("c", 4, reward=0.75)])
+    scores = {(row["task"], mixture.reward("text", row)) for row in mixture.train}
+    assert scores == {("kinds+plain", 0.5), ("kinds+plain", 0.25), ("c", 0.75)}
+
+
 def test_images_and_text_together():
     mixture = mix_tasks([load_task("digits"), load_task("sorting")], [1, 1])
     rows = [row for _, row in step_rows(mixture.train, 0, 64, seed=0)]

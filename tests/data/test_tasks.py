@@ -251,6 +251,23 @@ def test_cells_of_csv_may_have_line_breaks_and_be_long(tmp_path, mark):
     assert read_table(tmp_path / "rows.csv") == rows
 
 
+@pytest.mark.parametrize(
+    ("row", "got"),
+    [
+        ('How long is 5 inches?\t"5', "unexpected end of data"),
+        ('"Moby Dick" was written by whom?\tMelville', "'\t' expected after '\"'"),
+    ],
+)
+def test_quotes_that_do_not_enclose_a_cell_are_refused(tmp_path, row, got):
+    """Otherwise the cell would have the rest of the file, or lose its quotes."""
+    path = tmp_path / "rows.tsv"
+    path.write_text('question\tanswer\n"two\nlines"\t1\nIs it "5"?\tyes\n' + row + "\nmore\t2\nmore\t3\n")
+    with pytest.raises(ValueError) as caught:
+        load_task(str(path))
+    expected = 'expected a cell that begins with " to end with ", and to have "" for each " inside'
+    assert str(caught.value) == f"{path} line 5: {expected}, got {got}"
+
+
 def test_missing_file_is_named_with_what_is_there(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", [FINE])
     for name, beside in (("t.csv", ""), ("t.jsonl", f"; '{tmp_path}' has train.jsonl")):

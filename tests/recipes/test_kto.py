@@ -66,7 +66,7 @@ def test_a_row_is_kept_whatever_the_length_of_the_other_answer(text_dir):  # noq
 def test_one_readable_row_has_no_baseline(text_dir, tmp_path):  # noqa: F811
     lines = [{"prompt": f"Name {i}.", "completion": "yes" if i < 2 else "no " * 60, "label": True} for i in range(3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "held.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    (tmp_path / "held.jsonl").write_text(json.dumps({**lines[0], "prompt": "Name 9."}) + "\n")
     run_here(
         "kto", "--model", text_dir, "--task", tmp_path / "rows.jsonl", "--out", tmp_path / "run", "--steps", 2,
         "--prompts_per_step", 2, "--max_tokens", 60, "--max_new_tokens", 0, "--heldout", tmp_path / "held.jsonl",

@@ -289,7 +289,7 @@ def test_options_of_the_chat_template_and_thinking_apart():
 def test_a_file_of_held_out_rows_needs_no_answers_for_a_reward_of_yours(tmp_path):
     (tmp_path / "mine.py").write_text("def long(text, row):\n    return float(len(text))\n")
     for name in ("train", "heldout"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question": "q"}\n' * 3)
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"question": "{name}"}}\n' * 3)
     cfg = JudgedTaskOptions(heldout=f"{tmp_path}/heldout.jsonl", reward=f"{tmp_path}/mine.py:long")
     task = load_named_task(cfg, f"{tmp_path}/train.jsonl")
     assert (len(task.train), len(task.heldout), task.reward("four", task.heldout[0])) == (3, 3, 4)
