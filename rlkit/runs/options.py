@@ -267,7 +267,8 @@ class PolicyOptions(SamplingOptions):
     max_failed_rewards: ChangeableOnResume[UnitInterval] = 0.2
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: ChangeableOnResume[NonNegativeFloat] = 0.3
-    """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
+    """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this. Where both should have the
+    same weights, the limit is lower: 0.003 (float32) or 0.1 (bfloat16) in the first step, then ten times the first
     value (at least 0.001). inf: never, which is the default with --from_rollouts."""
     save_rollouts: ChangeableOnResume[bool] = False
     """Save each step's samples, batches and metrics to rollouts/ in the run's directory; see docs/replay.md."""
