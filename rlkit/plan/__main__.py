@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="where no option limits the length of rows, assume rows that fill a micro-batch, not the model's context",
     )
     parser.add_argument(
-        "--weights_only", action="store_true", help="count only weights, gradients and optimizer state; takes a few seconds"
+        "--weights_only",
+        action="store_true",
+        help="count only weights, gradients and optimizer state; takes a few seconds",
     )
     parser.add_argument("--json", action="store_true", help="print the memory of each phase as one line of JSON")
     parser.add_argument("--no_advice", action="store_true", help="do not search for options that make the run fit")
