@@ -38,6 +38,7 @@ from rlkit.runs.interruption import outside_endings
 from rlkit.runs.memory_plan import planned_memory
 from rlkit.runs.option_types import check_ranges
 from rlkit.runs.options import (
+    GenerationOptions,
     RunOptions,
     check_engine_options,
     check_evaluation,
@@ -155,8 +156,8 @@ def start_run(
     contents = recorded_contents(cfg, train, heldout)
     changes = check_resumed_options(out, cfg, contents)
     check_hub(cfg)
-    if servers := getattr(cfg, "servers", ()):
-        decided_by_rank_0(lambda: claim_servers(servers, f"the run in {out.resolve()}"))
+    if isinstance(cfg, GenerationOptions) and cfg.servers:
+        decided_by_rank_0(lambda: claim_servers(cfg.servers, f"the run in {out.resolve()}"))
     planned = planned_memory(cfg, out, () if hasattr(cfg, "tool") else train)  # what a tool returns may have images
     first = dist.get_rank() == 0
     if first:
