@@ -130,27 +130,23 @@ def run_episodes(
         for episode in running:
             episode.sample = _with_turn_in_chat(processor, episode.sample)
         running = [episode for episode in running if episode.sample.finish_reason == "stop"]
-        results = call_on_one_rank(
-            rollout,
-            call_steps_in_time,
-            [episode.sample for episode in running],
-            [episode.request for episode in running],
-        )
+        requests_of_running = [episode.request for episode in running]
+        results = call_on_one_rank(rollout, call_steps_in_time, _samples(running), requests_of_running)
         for episode, result in zip(running, results, strict=True):
             episode.sample = observe(episode.sample, result, token_limit=episode.token_limit, last=turn == max_turns)
         running = [episode for episode in running if not episode.sample.finish_reason]
         for i in sorted(unfinished_requests - {episode.request for episode in running}):
             unfinished_requests.remove(i)
             if on_finished is not None:
-                on_finished(i, [episode.sample for episode in episodes[i * n : i * n + n]])
+                on_finished(i, _samples(episodes[i * n : i * n + n]))
         if not global_sum(float(len(running))):
             break
         turn_params = sampling if isinstance(sampling, Sampling) else [params[episode.request] for episode in running]
-        continued = rollout.generate([episode.sample for episode in running], turn_params)
+        continued = rollout.generate(_samples(running), turn_params)
         for episode, sample in zip(running, continued, strict=True):
             episode.sample = sample
     failures.log_repeated()
-    return [episode.sample for episode in episodes]
+    return _samples(episodes)
 
 
 @dataclass
@@ -158,6 +154,10 @@ class _Episode:
     request: int  # its index
     token_limit: float  # the longest that the sequence may be when a turn begins
     sample: Sample  # without a finish reason from an observation until the next turn is generated
+
+
+def _samples(episodes: Sequence[_Episode]) -> list[Sample]:
+    return [episode.sample for episode in episodes]
 
 
 def _token_limit(request: Sample, sampling: Sampling, max_tokens: int | None, max_response_tokens: int | None) -> float:
