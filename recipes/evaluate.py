@@ -118,7 +118,7 @@ def batches_of_tasks(tasks, cfg: Config) -> list[tuple[int, list]]:
 
 
 def summaries(answers: list[dict], batches, cfg: Config) -> dict[str, dict[str, float]]:
-    """`summary` of each task, and the number of its rows that were skipped: they have no answers."""
+    """`summary` of each task, and the number of its rows that were skipped (no answer)."""
     tasks = {}
     for number, task in enumerate(cfg.task):
         answered = [answer for answer in answers if answer["task"] == task]
