@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from rlkit import runs
 from rlkit.data import concatenate
 from rlkit.rollout import Sampling
-from rlkit.tracking import METRICS, read_metrics
 from rlkit.vlm import encode_prompt
 
 
@@ -118,17 +117,13 @@ def batches_of_tasks(tasks, cfg: Config) -> list[tuple[int, list]]:
     return batches
 
 
-def summaries(answers: list[dict], batches, cfg: Config, run) -> dict[str, dict[str, float]]:
-    """`summary` of each task, and the number of its rows that were skipped, from the log."""
-    skipped_rows = [row["skipped_rows"] for row in read_metrics(run.out / METRICS)]
+def summaries(answers: list[dict], batches, cfg: Config) -> dict[str, dict[str, float]]:
+    """`summary` of each task, and the number of its rows that were skipped (no answer)."""
     tasks = {}
     for number, task in enumerate(cfg.task):
-        tasks[task] = summary([answer for answer in answers if answer["task"] == task], cfg)
-        tasks[task]["skipped"] = sum(
-            skipped
-            for skipped, (task_number, _) in zip(skipped_rows, batches, strict=True)
-            if task_number == number
-        )
+        answered = [answer for answer in answers if answer["task"] == task]
+        rows = sum(len(rows) for task_number, rows in batches if task_number == number)
+        tasks[task] = {**summary(answered, cfg), "skipped": rows - len(answered)}
     return tasks
 
 
@@ -181,7 +176,7 @@ def main(cfg: Config) -> None:
     run.phase("evaluate")
     shown = []
     if run.is_main_process:
-        figures = summaries(answers, batches, cfg, run)
+        figures = summaries(answers, batches, cfg)
         run.print(table(figures))
         run.log_evaluation(tasks=figures, heldout=len(answers))
         shown = worst_answers(answers, tasks, cfg, processor)

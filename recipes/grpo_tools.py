@@ -156,7 +156,7 @@ def main(cfg: Config) -> None:
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     tool = load_function(cfg.tool, "tool")
-    run = runs.start_run(cfg, task.name, task.train, task.heldout)
+    run = runs.start_run(cfg, task.name, task.train, task.heldout, adds_images=True)
     cfg = with_tiny_model(cfg, run.out / "init", task, tool)
     path, processor = runs.find_model(cfg, run, task.train)
     updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps

@@ -209,12 +209,25 @@ def reward_stats(rewards: Tensor, group_ids: Tensor, global_sum: Callable[[Tenso
     rewards, ids = rewards[scored].double(), group_ids[scored].unique(return_inverse=True)[1]
     groups = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.float64)
     best, worst = (groups.scatter_reduce(0, ids, rewards, how, include_self=False) for how in ("amax", "amin"))
-    sums = [len(rewards), rewards.sum(), rewards.square().sum(), len(groups)]
-    sums += [best.sum(), worst.sum(), (best == worst).sum()]
-    count, total, squares, prompts, *by_prompt = global_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-    if not count:
+    sums = {
+        "answers": len(rewards),
+        "rewards": rewards.sum(),
+        "squares": rewards.square().sum(),
+        "prompts": len(groups),
+        "best": best.sum(),
+        "worst": worst.sum(),
+        "equal": (best == worst).sum(),
+    }
+    totals = global_sum(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()
+    total = dict(zip(sums, totals, strict=True))
+    if not total["answers"]:
         return {}
-    mean = total / count
-    shares = zip(("best", "worst", "equal"), by_prompt, strict=True)
-    std = max(squares / count - mean**2, 0.0) ** 0.5
-    return {"reward/mean": mean, "reward/std": std, **{f"reward/{name}": x / prompts for name, x in shares}}
+    mean = total["rewards"] / total["answers"]
+    variance = max(total["squares"] / total["answers"] - mean**2, 0.0)
+    return {
+        "reward/mean": mean,
+        "reward/std": variance**0.5,
+        "reward/best": total["best"] / total["prompts"],
+        "reward/worst": total["worst"] / total["prompts"],
+        "reward/equal": total["equal"] / total["prompts"],
+    }

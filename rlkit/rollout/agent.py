@@ -118,34 +118,46 @@ def run_episodes(
     ]
     if requests:
         _check_template_keeps_turns(processor, requests[0].row, role)
-    observe_step = partial(_observe, processor=processor, role=role, on_failure=on_failure, failures=failures)
-
     call_steps_in_time = partial(call_steps, step, timeout=timeout)
-    samples = [_with_chat(sample) for sample in rollout.generate(requests, sampling, n)]
-    running, unfinished_requests = list(range(len(samples))), set(range(len(requests)))
+    observe = partial(_observe, processor=processor, role=role, on_failure=on_failure, failures=failures)
+
+    episodes = [
+        _Episode(i // n, token_limits[i // n], _with_chat(sample))
+        for i, sample in enumerate(rollout.generate(requests, sampling, n))
+    ]
+    running, unfinished_requests = episodes, set(range(len(requests)))
     for turn in range(1, max_turns + 1):
-        for i in running:
-            samples[i].row["messages"].append(message("assistant", samples[i].text))
-            samples[i] = replace(samples[i], row={**samples[i].row, "raw_text": _raw_text(processor, samples[i])})
-        running = [i for i in running if samples[i].finish_reason == "stop"]
-        results = call_on_one_rank(
-            rollout, call_steps_in_time, [samples[i] for i in running], [i // n for i in running]
-        )
-        for i, result in zip(running, results, strict=True):
-            samples[i] = observe_step(samples[i], result, token_limit=token_limits[i // n], last=turn == max_turns)
-        running = [i for i in running if not samples[i].finish_reason]
-        for i in sorted(unfinished_requests - {i // n for i in running}):
+        for episode in running:
+            episode.sample = _with_turn_in_chat(processor, episode.sample)
+        running = [episode for episode in running if episode.sample.finish_reason == "stop"]
+        requests_of_running = [episode.request for episode in running]
+        results = call_on_one_rank(rollout, call_steps_in_time, _samples(running), requests_of_running)
+        for episode, result in zip(running, results, strict=True):
+            episode.sample = observe(episode.sample, result, token_limit=episode.token_limit, last=turn == max_turns)
+        running = [episode for episode in running if not episode.sample.finish_reason]
+        for i in sorted(unfinished_requests - {episode.request for episode in running}):
             unfinished_requests.remove(i)
             if on_finished is not None:
-                on_finished(i, samples[i * n : i * n + n])
+                on_finished(i, _samples(episodes[i * n : i * n + n]))
         if not global_sum(float(len(running))):
             break
-        turn_params = sampling if isinstance(sampling, Sampling) else [params[i // n] for i in running]
-        continued = rollout.generate([samples[i] for i in running], turn_params)
-        for i, sample in zip(running, continued, strict=True):
-            samples[i] = sample
+        turn_params = sampling if isinstance(sampling, Sampling) else [params[episode.request] for episode in running]
+        continued = rollout.generate(_samples(running), turn_params)
+        for episode, sample in zip(running, continued, strict=True):
+            episode.sample = sample
     failures.log_repeated()
-    return samples
+    return _samples(episodes)
+
+
+@dataclass
+class _Episode:
+    request: int  # its index
+    token_limit: float  # the longest that the sequence may be when a turn begins
+    sample: Sample  # without a finish reason from an observation until the next turn is generated
+
+
+def _samples(episodes: Sequence[_Episode]) -> list[Sample]:
+    return [episode.sample for episode in episodes]
 
 
 def _token_limit(request: Sample, sampling: Sampling, max_tokens: int | None, max_response_tokens: int | None) -> float:
@@ -182,6 +194,12 @@ def _with_chat(sample: Sample) -> Sample:
     """The sample with a row of its own, which also holds the chat and the state of the episode."""
     chat = prompt_of(sample.row)[0]
     return replace(sample, row={**sample.row, "messages": chat, "prompt_messages": len(chat), "state": {}})
+
+
+def _with_turn_in_chat(processor: Any, sample: Sample) -> Sample:
+    """The sample after a turn, which is added to its chat, with the raw text of this turn in its row."""
+    sample.row["messages"].append(message("assistant", sample.text))
+    return replace(sample, row={**sample.row, "raw_text": _raw_text(processor, sample)})
 
 
 def _raw_text(processor: Any, sample: Sample) -> str:

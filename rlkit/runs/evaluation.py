@@ -127,11 +127,12 @@ def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], 
         start: number of finished steps.
         evaluate, engine: as in `evaluate_when_due`.
     """
-    run.drop_metrics_from(start or -1)  # -1: also the answers from before training, which are logged again
     if start == 0:
+        run.drop_metrics_from(-1)  # also the answers from before training, which are logged again
         evaluate("before")
         _check_results(cfg, run)
         return
+    run.drop_metrics_from(start)
     run.step = start - 1
     if run.is_main_process:
         _drop_evaluations_after(run, start)
@@ -232,14 +233,14 @@ def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
     """
     if not getattr(cfg, "keep_best", False) or is_replay():
         return
-    best = _keep_if_best(cfg, run, engine)
-    if run.is_main_process and best > 0 and _exported_step(run) is None:
-        run.print(f"the best model, that of step {best}, was not kept: --keep_best was not given then")
-    if run.is_main_process and _exported_step(run) not in (best, None):
+    best, folder = _keep_if_best(cfg, run, engine), run.out / "best"
+    if run.is_main_process and folder.exists() and _exported_step(run) != best:
         aside = run.out / "best.outdated"
         shutil.rmtree(aside, ignore_errors=True)
-        (run.out / "best").rename(aside)
+        folder.rename(aside)
         run.print(f"the best model, that of step {best}, was lost by an interruption; {aside} has another one")
+    elif run.is_main_process and best > 0 and not folder.exists():
+        run.print(f"the best model, that of step {best}, was not kept: --keep_best was not given then")
     if run.is_main_process and best == 0:
         run.print("no evaluation was better than the one before training, so best/ has no model (--keep_best)")
     run.log_evaluation(best_step=best)
@@ -257,9 +258,8 @@ def _keep_if_best(cfg: Any, run: Run, engine: Any) -> int:
 
 
 def _exported_step(run: Run) -> int | None:
-    """The step of the model in `best`; -1 if it is unknown, None if there is no model."""
-    folder = run.out / "best"
-    return read_object(folder / EXPORTED_STEP).get("step", -1) if folder.exists() else None
+    """The step of the model in `best`; None if there is no model, or its step is unknown."""
+    return read_object(run.out / "best" / EXPORTED_STEP).get("step")
 
 
 def _evaluations(run: Run) -> list[dict[str, Any]]:

@@ -251,19 +251,18 @@ def build_rollout(
         beside: other training engines on the same GPUs, for which vLLM leaves memory.
         options: options of the rollout class; `--rollout_options` override them.
     """
+    defaults = {
+        "gpu_memory_utilization": cfg.gpu_memory_utilization or DEFAULT_UTILIZATION,
+        "trust_remote_code": cfg.trust_remote_code,
+    }
+    derived: dict[str, Any] = {}
     if getattr(cfg, "router_replay", False) and cfg.rollout in RECORDS_ROUTING:
-        options[RECORDS_ROUTING[cfg.rollout]] = True
+        derived[RECORDS_ROUTING[cfg.rollout]] = True
     if cfg.rollout == "vllm":
         if longest := getattr(engine, "longest_sequence", None):
-            options["max_model_len"] = longest
-        options |= vllm_options(cfg, [engine, *beside])
-    utilization = cfg.gpu_memory_utilization or DEFAULT_UTILIZATION
-    options = {
-        "gpu_memory_utilization": utilization,
-        "trust_remote_code": cfg.trust_remote_code,
-        **options,
-        **{name: option_value(text) for name, text in cfg.rollout_options.items()},
-    }
+            derived["max_model_len"] = longest
+        derived |= vllm_options(cfg, [engine, *beside])
+    given = {name: option_value(text) for name, text in cfg.rollout_options.items()}
     rollout = make_rollout(
         cfg.rollout,
         engine.gathered,
@@ -271,7 +270,7 @@ def build_rollout(
         processor=processor,
         urls=cfg.servers,
         model_parallel_group=engine.model_parallel_group,
-        **options,
+        **(defaults | options | derived | given),
     )
     check_rollout_takes_adapters(cfg, engine, rollout)
     check_rope_factors(cfg, engine, rollout)

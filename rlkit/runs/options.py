@@ -352,10 +352,11 @@ def check_sampling(cfg: Any) -> None:
     """Raise a ValueError for answers of no token, or a temperature at which the sampling back end does not sample."""
     from rlkit.rollout.vllm_requests import check_temperature
 
-    if isinstance(cfg, SamplingOptions):
-        check_range("max_new_tokens", cfg.max_new_tokens, 1)
-    if getattr(cfg, "rollout", "") in ("vllm", "vllm_server"):
-        check_temperature(getattr(cfg, "temperature", 1.0))
+    if not isinstance(cfg, SamplingOptions):
+        return
+    check_range("max_new_tokens", cfg.max_new_tokens, 1)
+    if cfg.rollout in ("vllm", "vllm_server"):
+        check_temperature(cfg.temperature)
 
 
 def check_processor_options(cfg: RunOptions) -> None:

@@ -38,6 +38,7 @@ from rlkit.runs.interruption import outside_endings
 from rlkit.runs.memory_plan import planned_memory
 from rlkit.runs.option_types import check_ranges
 from rlkit.runs.options import (
+    GenerationOptions,
     RunOptions,
     check_engine_options,
     check_evaluation,
@@ -118,6 +119,7 @@ def start_run(
     heldout: Sequence[Row] = (),
     *,
     starts_servers: bool = False,
+    adds_images: bool = False,
 ) -> Run:
     """Join the other ranks, claim the run's directory and servers, and open its logs, before anything is loaded.
 
@@ -128,6 +130,7 @@ def start_run(
             them, see `planned_memory`.
         heldout: rows to evaluate on, likewise.
         starts_servers: the recipe itself starts sampling servers if the options name none.
+        adds_images: episodes may have images that no row has, such as those that a tool returns.
 
     Raises:
         ValueError: an option is out of range, servers or saved rollouts are missing, the directory or a server is in
@@ -155,9 +158,9 @@ def start_run(
     contents = recorded_contents(cfg, train, heldout)
     changes = check_resumed_options(out, cfg, contents)
     check_hub(cfg)
-    if servers := getattr(cfg, "servers", ()):
-        decided_by_rank_0(lambda: claim_servers(servers, f"the run in {out.resolve()}"))
-    planned = planned_memory(cfg, out, () if hasattr(cfg, "tool") else train)  # what a tool returns may have images
+    if isinstance(cfg, GenerationOptions) and cfg.servers:
+        decided_by_rank_0(lambda: claim_servers(cfg.servers, f"the run in {out.resolve()}"))
+    planned = planned_memory(cfg, out, () if adds_images else train)
     first = dist.get_rank() == 0
     if first:
         for change in changes:

@@ -18,7 +18,7 @@ from rlkit.data.tables import HELD_OUT_SEED, as_rows
 from rlkit.rewards import isolated, reward_named, without_thinking
 from rlkit.runs.command_line import option_value
 from rlkit.runs.option_types import check_range
-from rlkit.runs.options import RewardOptions, TaskOptions
+from rlkit.runs.options import RewardOptions, TaskOptions, TrainingOptions
 
 Config = TypeVar("Config", bound=Any)
 
@@ -44,12 +44,14 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         task = replace(task, reward=reward_named(named))
     if cfg.heldout:
         task = with_heldout(task, cfg.heldout, load_any)
-    if hasattr(cfg, "steps") and not len(task.train):
-        without = f" beside --heldout {cfg.heldout}" if cfg.heldout else ""
-        raise ValueError(
-            f"task {name}: expected rows to train on, got none{without}; recipes/evaluate.py needs held-out rows alone"
-        )
-    task = replace(task, heldout=_at_most(getattr(cfg, "heldout_rows", 0), task.heldout))
+    if isinstance(cfg, TrainingOptions):
+        if not len(task.train):
+            without = f" beside --heldout {cfg.heldout}" if cfg.heldout else ""
+            raise ValueError(
+                f"task {name}: expected rows to train on, got none{without}; "
+                "recipes/evaluate.py needs held-out rows alone"
+            )
+        task = replace(task, heldout=_at_most(cfg.heldout_rows, task.heldout))
     if isinstance(cfg, RewardOptions):
         task = replace(task, reward=_scored_as_asked(cfg, task.reward))
     return with_prompt(

@@ -96,6 +96,18 @@ def test_text_greedy_alone(text_dir, tmp_path):  # noqa: F811
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_rows_without_answers_are_counted(text_dir, tmp_path):  # noqa: F811
+    short, long = {"question": "1 + 1?", "answer": "2"}, {"question": "1 + 1? " * 99, "answer": "2"}
+    for name, rows in {"one": [short, long, short, long], "two": [short, short, long]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks, out = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"], tmp_path / "run"
+    small = ["--group_size", 0, "--prompts_per_step", 2, "--max_new_tokens", 1, "--max_prompt_tokens", 50]
+    run_here("evaluate", "--model", text_dir, "--task", *tasks, "--heldout", "all", "--out", out, *small)
+    found = list(evaluation(out)["tasks"].values())
+    assert [(task["rows"], task["skipped"]) for task in found] == [(2, 2), (2, 1)]
+    assert [row["skipped_rows"] for row in numbers(out)] == [1, 1, 0, 1]
+
+
 def test_a_full_disk_is_one_sentence(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "answers.jsonl").symlink_to("/dev/full")

@@ -23,7 +23,7 @@ from rlkit.replay.__main__ import main as replay  # noqa: E402
 from rlkit.rollout import Observation, Sampling, run_episodes  # noqa: E402
 from rlkit.rollout.agent import ScriptedRollout  # noqa: E402
 from rlkit.rollout.image_tools import zoom, zoomed_digits  # noqa: E402
-from rlkit.runs import Answers  # noqa: E402
+from rlkit.runs import Answers, start  # noqa: E402
 from rlkit.runs.tiny_tool_user import build_tiny_tool_user  # noqa: E402
 from rlkit.vlm import encode_prompt, load_processor  # noqa: E402
 
@@ -49,6 +49,20 @@ async def shaky(sample):
     if sample.row["answer"] in "12345":
         raise RuntimeError("the camera is down")
     return await zoom(sample)
+
+
+def test_the_plan_of_a_run_does_not_go_by_its_rows(tmp_path, monkeypatch):
+    """They may have no images where a tool returns some."""
+    planned_with = []
+
+    def planned(cfg, out, rows):
+        planned_with.append(list(rows))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "planned_memory", planned)
+    with pytest.raises(KeyboardInterrupt):
+        run_here("grpo_tools", *SMALL, "--out", tmp_path / "run")
+    assert planned_with == [[]]
 
 
 @pytest.fixture(scope="module")
