@@ -110,3 +110,12 @@ def test_extras_that_are_named_are_there():
     for path in [*PAGES, *CODE]:
         for named in re.findall(r"pip install -e '\.\[([\w,-]+)\]'", path.read_text()):
             assert set(named.split(",")) <= set(config["options.extras_require"]), path
+
+
+def test_all_logged_metrics_are_on_their_page():
+    """Those whose names are literal text in the code."""
+    kinds = "reward|response_length|ratio|mismatch|value|preference|unpaired|groups|staleness|weight_sync|time"
+    sources = [path.read_text() for folder in ("rlkit", "recipes") for path in (ROOT / folder).rglob("*.py")]
+    logged = {name for text in sources for name in re.findall(rf'"((?:{kinds})/[a-z0-9_]+(?:/max)?)"', text)}
+    named = set(re.findall(r"`([a-z_]+/[a-z0-9_/]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    assert len(logged) > 30 and logged <= named, logged - named
