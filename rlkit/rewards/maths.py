@@ -33,7 +33,7 @@ SECONDS = 5.0
 
 MARKERS = re.compile(r"####|\banswer\s*(?:is|:|=)(?:\*\*)?:?", re.IGNORECASE)
 FRACTION = r"\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
-BOX = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{|(?P<content>{FRACTION}|-?\d+(?:[.,]\d+)*))")
+BOX = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{|(?P<content>{FRACTION}|-?\d+(?:[.,/]\d+)*|[A-Za-z](?=\$)))")
 BLOCK = re.compile(r"\\\[|\$\$|\\begin\{(\w+\*?)\}")
 
 
@@ -100,10 +100,10 @@ def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> FinalAnswer 
     r"""The result of a solution.
 
     Only the text after the last `closing_tag` counts. The result is the content of the last `\boxed{}` or `\fbox{}`, or
-    a number or fraction after `\boxed` without braces; None if braces are not closed. Without a box it is the rest of
-    the line after the last `####`, `answer is` or `answer:`, or else the next line. Without these it is the last line.
-    Empty lines and the fences of code do not count; a display formula or a LaTeX environment over several lines is one
-    line.
+    a number, a fraction or the letter of `$\boxed B$` after `\boxed` without braces; None if braces are not closed.
+    Without a box it is the rest of the line after the last `####`, `answer is` or `answer:`, or else the next line.
+    Without these it is the last line. Empty lines and the fences of code do not count; a display formula or a LaTeX
+    environment over several lines is one line.
     """
     text = text.rpartition(closing_tag)[2]
     if boxes := list(BOX.finditer(text)):
