@@ -256,7 +256,8 @@ def test_the_command_on_data(tmp_path, capsys):
     boxed = a_file(tmp_path, [{"question": f"What is {i}?", "answer": f"We count.\n#### {i}"} for i in range(20)])
     with pytest.raises(SystemExit) as end:
         data_command.main(["check", boxed, "--reward", "boxed"])
-    assert end.value.code == 0 and "\\boxed{" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and "right, in \\boxed{} mean 1 " in said and "\\boxed{We count" not in said
     with pytest.raises(SystemExit, match="rlkit.data: .*none.jsonl"):
         data_command.main(["check", str(tmp_path / "none.jsonl")])
 
