@@ -60,7 +60,7 @@ def _passes(text: str, row: Mapping[str, Any]) -> Iterator[bool]:
 
 def _parse_test(test: Any, where: str) -> tuple[dict[str, Any], Callable[[Ran], bool]]:
     """Arguments of `run_python` for a test, and the function that decides whether the program has passed."""
-    if isinstance(test, Mapping) and (test.get("testtype", "stdin") != "stdin" or "fn_name" in test):
+    if isinstance(test, Mapping) and (test.get("testtype") not in (None, "stdin") or test.get("fn_name") is not None):
         raise ValueError(
             f"{where}: tests: expected programs that read standard input, got a call of a function: {test!r}"
         )

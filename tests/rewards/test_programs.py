@@ -152,6 +152,13 @@ def test_the_thinking_of_other_tags_is_no_program(monkeypatch):
     assert all_tests_passed("[THINK]\n```python\na\n```\n[/THINK]b", row) == 1
 
 
+def test_fields_without_a_value_change_no_test(monkeypatch):
+    """Tables give all tests the same fields."""
+    monkeypatch.setattr(programs, "run_python", lambda program, **_: Ran("3", "", None, 0, ""))
+    test = {"input": "1", "output": "3", "testtype": None, "fn_name": None}
+    assert all_tests_passed(RIGHT, {"tests": [test]}) == 1
+
+
 @pytest.mark.parametrize(
     "tests",
     [
