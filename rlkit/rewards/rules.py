@@ -224,13 +224,14 @@ def best_match(compare: Callable[[str], float], answer: Any) -> float | None:
     42.0 is both 42.0 and 42, because tables with missing numbers have 42.0 for 42.
 
     Raises:
-        ValueError: the answer is a mapping.
+        ValueError: an answer is a mapping.
     """
     if answer is None:
         return None
-    if isinstance(answer, Mapping):
-        raise ValueError(f"answer: expected text, a number or a list of these, got fields {', '.join(answer)}")
     answers = list(answer) if isinstance(answer, list | tuple | np.ndarray) else [answer]
+    for right in answers:
+        if isinstance(right, Mapping):
+            raise ValueError(f"answer: expected text, a number or a list of these, got fields {', '.join(right)}")
     answers += [int(right) for right in answers if isinstance(right, float) and right.is_integer()]
     return max((compare(str(right)) for right in answers), default=None)
 

@@ -237,6 +237,8 @@ def test_an_answer_may_be_a_number_or_a_list():
             ValueError, match="answer: expected text, a number or a list of these, got fields value, aliases"
         ):
             reward("Bob", {"answer": {"value": "Bob", "aliases": ["Robert"]}})
+        with pytest.raises(ValueError, match="answer: expected .*, got fields text$"):
+            reward("Bob", {"answer": ["Bob", {"text": "Bob"}]})
     assert exact_match("['5']", {"answer": ["5"]}) == 0 and squad_f1("1912", {"answer": 1912.0}) == 1
 
 
