@@ -1,16 +1,17 @@
 """Stand-ins for the kernels of recurrent layers: what they save, and that a plan calls them."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3_5TextConfig
 
-from rlkit.plan.fit import make_plan
-from rlkit.plan.hardware import gpu_named
 from rlkit.plan.kernels import planned_recurrence
-from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.vlm.loading import empty_model
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from forked_commands import run_commands  # noqa: E402
 
 BATCH, TOKENS, HEADS, KEY, VALUE = 2, 130, 4, 16, 32
 STATE = (BATCH, HEADS, KEY, VALUE)
@@ -74,22 +75,30 @@ def test_the_convolution_saves_its_inputs(planned):
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
 
 
-def test_a_plan_does_not_call_the_loop_over_chunks(tmp_path, monkeypatch):
+PLAN = """
+import sys
+from rlkit.plan.__main__ import main
+from transformers.models.qwen3_5 import modeling_qwen3_5 as module
+
+def fail(*args, **kwargs):
+    raise AssertionError("the loop over chunks")
+
+module.torch_chunk_gated_delta_rule = fail
+try:
+    main(sys.argv[1:])
+finally:
+    print(module.torch_chunk_gated_delta_rule is fail)  # the stand-in was there during the plan alone
+"""
+
+
+def test_a_plan_does_not_call_the_loop_over_chunks(tmp_path):
     """It takes minutes at real sizes, and its float32 copies much memory that a GPU does not need."""
-    config = Qwen3_5TextConfig(**SIZES)
-    config.save_pretrained(tmp_path)
-    module = functions_of_qwen3_5(empty_model("", config, dtype=torch.bfloat16))
-
-    def fail(*args, **kwargs):
-        raise AssertionError("the loop over chunks")
-
-    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", fail)
-    lengths = ["--max_prompt_tokens", "256", "--max_new_tokens", "256", "--prompts_per_step", "1"]
-    recipe = load_recipe("recipes/grpo_vlm.py")
-    cfg = recipe_options(recipe, ["--model", str(tmp_path), "--group_size", "2", *lengths])
-    plan = make_plan(cfg, recipe_roles(recipe, cfg), 1, gpu_named("h100-80gb"), None)
-    assert plan.phases["forward and backward"]["activations"] > 0
-    assert module.torch_chunk_gated_delta_rule is fail  # the stand-in was there during the plan alone
+    Qwen3_5TextConfig(**SIZES).save_pretrained(tmp_path / "model")
+    lengths = ["--max_prompt_tokens", 256, "--max_new_tokens", 256, "--prompts_per_step", 1, "--group_size", 2]
+    command = ["recipes/grpo_vlm.py", "--model", tmp_path / "model", *lengths, "--no_advice"]
+    (done,) = run_commands([["-c", PLAN, *command]], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| forward and backward |" in done.stdout and done.stdout.splitlines()[-1] == "True"
 
 
 @pytest.mark.gpu
