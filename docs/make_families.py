@@ -228,7 +228,7 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
 - **A missing weight**, or one of another shape, is refused by name. transformers alone would initialise it randomly.
 - **Weights without a place in the model** are named and left out, also of the export. Weights for multi-token
   prediction (`mtp.*`, layer 61 of DeepSeek-V3) are left out without a message where transformers expects them.
-- **An output layer beside tied embeddings** is refused unless the two are equal: transformers would use it, vLLM would
+- **An output layer in addition to tied embeddings** is refused unless the two are equal: transformers would use it, vLLM would
   not.
 - **`model.safetensors` beside an index of other files** is refused: transformers reads the first, vLLM the others.
 - **Weight names of older repositories** (`language_model.model`, `visual`) are read, as in transformers.
@@ -298,7 +298,7 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
   by `hf_overrides`.
 - **gemma3n.** Its vision tower is MobileNet-v5 of the package timm: `pip install -e '.[gemma3n]'`. Every image has 256
   tokens, and every audio (of at most 30 s) has 188; vLLM 0.32 has these numbers in its code. The features of each audio
-  are computed alone, because transformers' feature extractor appends frames to an audio beside a longer one. Up to 0.06
+  are computed alone, because transformers' feature extractor appends frames to an audio next to a longer one. Up to 0.06
   s of silence is appended to an audio; without it, the last token would depend on the lengths of the other audios in
   the same forward.
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; the
@@ -387,7 +387,7 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
   refused: "its layers of minimax_m3_sparse are not supported by packed attention". As of deepseek_v4, `--rollout hf`
   refuses rows that are padded on the left, of prompts of different lengths: their logprobs differed by 0.2.
 - **Images of minimax_m3_vl.** In the vision tower of transformers 5.19 the patches of all images and videos of a
-  forward attend to each other, so the features of an image depend on those beside it; logprobs of the tiny model
+  forward attend to each other, so the features of an image depend on the others; logprobs of the tiny model
   differed by 0.1. vLLM computes each image alone.
 - **deepseek_v4** attends to blocks of tokens, each of which becomes one key. Packed rows are refused. transformers 5.19
   counts the blocks of padded rows from their first column, padding included: logprobs of the tiny model differ by 0.5

@@ -73,10 +73,11 @@ def check_rows(
             yield Finding(f"{kind} prompts", f"{spread}; {media} each")
         yield _skipped(kind, skipped, len(chosen))
         if repeated := len(lengths) - len(seen[kind]):
-            yield Finding(f"{kind} prompts", f"{repeated} of the first {len(chosen)} are repetitions", None)
+            repetitions = "is a repetition" if repeated == 1 else "are repetitions"
+            yield Finding(f"{kind} prompts", f"{repeated} of the first {len(chosen)} {repetitions}", None)
     if both := len(seen["training"] & seen["held-out"]):
         yield Finding(
-            "held-out prompts", f"{both} are training prompts too: the held-out accuracy will be too high", None
+            "held-out prompts", f"{both} also in the training rows: the held-out accuracy will be too high", None
         )
 
 
@@ -139,7 +140,7 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
             means[form] = scored.mean().item()
         mean = f"{means[form]:.3g}" if len(scored) else "none"
         yield Finding(
-            f"reward of {form}", f"mean {mean} over {len(rows)} rows{unscored}: {samples[0].text[:60]!r}", None
+            f"reward: {form}", f"mean {mean} over {len(rows)} rows{unscored}: {samples[0].text[:60]!r}", None
         )
     highest, wrong_reward = max(means.values(), default=0.0), means.get("another row's answer")
     best = [form for form, reward in means.items() if reward == highest]

@@ -32,7 +32,8 @@ def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
     rows = read_metrics(run.out / METRICS) if (run.out / METRICS).exists() else []
     evaluation = read_object(run.out / EVAL)
     took = timedelta(seconds=round(time.monotonic() - run.started))
-    lines = [("run", f"{run.name}, {len(rows)} steps, {took} since its last start")]
+    steps = f"{len(rows)} step" if len(rows) == 1 else f"{len(rows)} steps"
+    lines = [("run", f"{run.name}, {steps}, {took} since its last start")]
     lines += _before_and_after(evaluation)
     lines += _first_and_last(rows)
     lines += [(str(run.out / name), text) for name, text in FILES.items() if (run.out / name).exists()]

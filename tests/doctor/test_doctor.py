@@ -201,8 +201,8 @@ def test_what_is_in_a_file(tmp_path, tiny_dir):
         "3 of the first 13 would be skipped" in skipped and "3 x " in skipped and "none0.png" in skipped and ok is None
     )
     assert "tokens, median" in found["training prompts"][0] and "0 to 1 images" in found["training prompts"][0]
-    assert "1 of the first 13 are repetitions" in found["training prompts"][0]
-    assert found["held-out prompts"][0].endswith("1 are training prompts too: the held-out accuracy will be too high")
+    assert "1 of the first 13 is a repetition" in found["training prompts"][0]
+    assert found["held-out prompts"][0].endswith("1 also in the training rows: the held-out accuracy will be too high")
     short = texts(check_rows(task, load_processor(str(tiny_dir)), max_tokens=3))
     assert short["training rows"][1] is False and "expected a prompt of at most 3 tokens" in short["training rows"][0]
 
@@ -222,7 +222,8 @@ def test_rewards_of_right_and_wrong_answers():
     task = Task("a", train=rows, heldout=[], reward=exact_match)
     found = texts(check_rewards(task))
     assert found["rewards"] == ("highest for: right; the prompt should ask for that form", True)
-    assert found["reward of right, in a sentence"][0].startswith("mean 0 over 4 rows")
+    assert found["reward: right, in a sentence"][0].startswith("mean 0 over 4 rows")
+    assert max(map(len, found)) <= 28, "a label is wider than its column"
     lenient = texts(check_rewards(replace(task, reward=numeric_match())))
     assert lenient["rewards"][0].startswith("highest for: right, right, in a sentence")
 

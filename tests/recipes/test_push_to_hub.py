@@ -171,6 +171,13 @@ def test_the_closing_table_says_what_reads_each_model(tmp_path):
     assert "evaluate.py --model DIR" in model and "evaluate.py" not in critic and "load_value_model(DIR)" in critic
 
 
+def test_the_closing_table_counts_steps(tmp_path):
+    run = Run(tmp_path, {})
+    for step, counted in enumerate(("1 step, ", "2 steps, ")):
+        run.log(step, {})
+        assert f", {counted}" in closing_table(run)
+
+
 def test_a_card_of_a_run_that_measured_nothing(tmp_path):
     (tmp_path / "model").mkdir()
     card = ModelCard.load(write_model_card(tmp_path, "model", ["torchrun"], "0.1"))
