@@ -299,7 +299,7 @@ def _turns(found: Any, name: str) -> Any:
         found = [found]
     if isinstance(found, str) and re.match(r"\s*\[\s*\{", found):
         parsed = from_json(found)
-        is_chat = all(isinstance(one, Mapping) and one.keys() & {"role", "from"} for one in parsed)
+        is_chat = all(isinstance(one, Mapping) and _is_turn(one) for one in parsed)
         found = parsed if is_chat else found
     if isinstance(found, list | tuple | np.ndarray):
         if len(found) and all(isinstance(one, Mapping) and "from" in one for one in found):
@@ -310,6 +310,12 @@ def _turns(found: Any, name: str) -> Any:
     _, *pieces = re.split(r"(?:^|\n\n)\s*(Human|Assistant):", found)
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[who], "content": said.strip()} for who, said in zip(pieces[::2], pieces[1::2], strict=True)]
+
+
+def _is_turn(found: Mapping[str, Any]) -> bool:
+    return found.keys() >= {"from", "value"} or (
+        "role" in found and not found.keys().isdisjoint({"content", "tool_calls"})
+    )
 
 
 def _split_answer(messages: Sequence[Message]) -> Chat:
@@ -461,13 +467,17 @@ def check_columns(columns: Collection[str], *needed: Sequence[str], media: Mappi
 
 
 def _stray_columns(columns: Collection[str], kind: str, has_own: bool, media: Mapping[str, str]) -> list[str]:
-    """The columns of other names that have images, videos or audios, by their names or by the table's schema.
+    """The columns of other names that have images, videos or audios, by the table's schema or by their names.
 
-    A path or URL beside a column of this kind is taken for one of the same image, video or audio.
+    Beside a column of this kind, only names such as `image_2` tell: others may be paths, numbers or captions of it.
     """
-    words = {"image": ".*(image|img|picture|photo)", "video": ".*video" if has_own else ".*video|frame"}
-    suffixes = r"\d+|[a-d]|left|right|list" + ("" if has_own else "|(file_?)?(path|file|url|name|byte)s?|data")
-    pattern = rf"(?!(n|num|no|has|is|with|needs|contains)_)({words.get(kind, '.*audio')})s?_?({suffixes})?"
+    word = "(image|img)" if kind == "image" else kind
+    numbered = r"_?(\d+|[a-d]|left|right|list)"
+    if has_own:
+        pattern = f"{word}s?{numbered}"
+    else:
+        before = r"(?!(n|num|no|has|is|with|needs|contains)_).*" if kind == "image" else ""
+        pattern = f"{before}{word}s?({numbered}|_?(path|file|url|name|byte)s?|_?data{'|' if kind == 'image' else ''})"
     known = (*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS)
     return [
         name

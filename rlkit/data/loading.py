@@ -215,7 +215,10 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
         raise ValueError(f"{name}: {error}") from error
 
     def row(i: int) -> Row:
-        raw = table[i] if isinstance(table, list) else without_filled_nulls(with_class_names(table[i], table.features))
+        raw = table[i]
+        if not isinstance(table, list):
+            numbered = ("label",) if kind is UNPAIRED else ()  # its classes are bad and good
+            raw = without_filled_nulls(with_class_names(raw, table.features, numbered))
         read = _read(kind, {**raw, "where": f"{name} row {i + 1}"})
         images = [resolve_image_path(file, image) for image in read["images"]]
         videos = [resolve_video_path(file, video) for video in read.get("videos") or ()]
@@ -251,7 +254,7 @@ def _prompt_hashes(table: Any) -> np.ndarray:
     hashes = np.zeros(len(table), np.uint64)
     if not texts or not {*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS}.isdisjoint(columns):
         return hashes
-    texts += [name for name in ("input",) if name in columns]  # of an instruction
+    texts += [name for name in ("input", "system", "history") if name in columns]  # which are parts of the prompt
     for i, row in enumerate(table if isinstance(table, list) else table.select_columns(texts)):
         if prompt := [row[name] for name in texts if row.get(name)]:
             digest = blake2b(json.dumps(prompt, default=str).encode(), digest_size=8).digest()

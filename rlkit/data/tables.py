@@ -239,11 +239,16 @@ def media_columns(table: Any) -> dict[str, str]:
     return {name: kinds[type(entry).__name__] for name, entry in entries.items() if type(entry).__name__ in kinds}
 
 
-def with_class_names(row: Row, features: Mapping[str, Any]) -> Row:
-    """A row of a data set with the names of its classes in place of their numbers; -1, for none, becomes None."""
+def with_class_names(row: Row, features: Mapping[str, Any], numbered: Collection[str] = ()) -> Row:
+    """A row of a data set with the names of its classes in place of their numbers; -1, for none, becomes None.
+
+    Args:
+        numbered: columns whose numbers stay.
+    """
     import datasets
 
-    classes = {name: feature for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
+    kinds = {name: feature for name, feature in features.items() if name not in numbered}
+    classes = {name: feature for name, feature in kinds.items() if isinstance(feature, datasets.ClassLabel)}
     named = {name: None if row[name] in (None, -1) else feature.int2str(row[name]) for name, feature in classes.items()}
     return {**row, **named}
 

@@ -33,7 +33,9 @@ SECONDS = 5.0
 
 MARKERS = re.compile(r"####|\banswer\s*(?:is|:|=)(?:\*\*)?:?", re.IGNORECASE)
 FRACTION = r"\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
-BOX = re.compile(rf"\\(?:boxed|fbox)\s*(?:\{{|(?P<content>{FRACTION}|-?\d+(?:[.,/]\d+)*|[A-Za-z](?=\$)))")
+BOX = re.compile(
+    rf"\\(?:boxed|fbox)\s*(?:\{{|(?P<content>{FRACTION}|-?\d+(?:[.,/]\d+)*(?![\d^_a-zA-Z{{]|\\[a-zA-Z])|[A-Za-z](?=\$)))"
+)
 BLOCK = re.compile(r"\\\[|\$\$|\\begin\{(\w+\*?)\}")
 
 
@@ -92,7 +94,7 @@ def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
 def _words(text: str) -> str:
     text = text.strip().strip("$").strip()
     inner = re.fullmatch(r"\\text(?:bf|it|rm)?\{([^{}]*)\}", text)
-    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", inner[1] if inner else text)
+    text = re.sub(r"^(-?\d{1,3}),(?=\d{3}\b)", r"\1", inner[1] if inner else text)
     return " ".join(text.lower().split())
 
 

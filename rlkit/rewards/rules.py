@@ -130,8 +130,9 @@ def choice_letter(text: str, closing_tag: str = THINKING_TAGS[1]) -> str | None:
     """
     text = text.rpartition(closing_tag)[2]
     is_word = r"(?-i:[aiI])[ \t]+\w"
-    before = r"(?:[\s*(\[{]|\\(?:text|math)(?:bf|rm|it|sf|tt)?\{|\b(?:option|choice)\b)*+"
-    quoted = rf"""(?:\$|\\[(\[]|["'`“‘]){before}([A-J])[\s*.)}}\]]*(?:\$|\\[)\]]|["'`”’])"""
+    before = r"(?:[\s*(\[{]|\\(?:text|math)(?:bf|rm|it|sf|tt|up)?\{|\b(?:option|choice)\b)*+"
+    closing = r"""(?:[\s*.)}\]]*(?:\$|\\[)\]]|["'`”’])|[)}\]](?![\^_(])|[.:]\s)"""
+    quoted = rf"""(?:\$\$?|\\[(\[]|["'`“‘]){before}([A-J]){closing}"""
     letter = rf"{before}(?:{quoted}|(?!{is_word})([A-J])(?![\w']))"
     marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|[:：])(?:\*\*)?[:：]?{letter}"
     if matches := list(re.finditer(marked, text, re.IGNORECASE)):

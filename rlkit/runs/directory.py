@@ -91,17 +91,18 @@ def recorded_contents(cfg: RunOptions, train: Sequence[Row], heldout: Sequence[R
         with suppress(OSError):  # an error of `processor_of` says that it cannot be read
             template = Path(cfg.chat_template).read_bytes()
             found["chat_template"] = f"fingerprint {sha256(template).hexdigest()[:16]}"
-    _check_same_contents(gather_objects(found))
+    _check_same_contents(gather_objects(found), cfg.allow_changes)
     return found
 
 
-def _check_same_contents(of_ranks: Sequence[Mapping[str, str]]) -> None:
+def _check_same_contents(of_ranks: Sequence[Mapping[str, str]], allowed: Collection[str]) -> None:
     for rank, found in enumerate(of_ranks):
         for name, first in of_ranks[0].items():
-            if found.get(name, first) != first:
+            if found.get(name, first) != first and not set(ALLOWED_BY[name]) & set(allowed):
                 raise ValueError(
                     f"{name}: expected the same contents on all ranks, got {first} on rank 0 and {found[name]} on rank "
-                    f"{rank}; a task that shuffles needs a fixed seed, and files must be the same on all nodes"
+                    f"{rank}; a task that shuffles needs a fixed seed, and files must be the same on all nodes; to start "
+                    f"all the same, add --allow_changes {ALLOWED_BY[name][0]}"
                 )
 
 
@@ -114,7 +115,7 @@ def _changed_options(
     changed = {
         name: f"{name} was {x!r} and is {repr(now[name]) if name in now else 'no option of this recipe'}"
         for name, x in before.items()
-        if name not in NOT_OPTIONS and (name not in now or now[name] != x)
+        if name not in NOT_OPTIONS and (now[name] != x if name in now else x is not None)
     }
     if refused := [name for name in changed if name not in may_differ]:
         raise ValueError(

@@ -136,7 +136,8 @@ def host_memory(cgroup: Path | None = None, of_process: Path | None = None) -> i
     """
     cgroup, sizes = cgroup or CGROUP, [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     of_process = of_process or OF_PROCESS
-    for line in of_process.read_text().splitlines() if of_process.exists() else ():  # a kernel may have no cgroups
+    lines = of_process.read_text().splitlines() if of_process.exists() else []
+    for line in [*lines, "::/", ":memory:/"]:  # a sandbox may have limits and not say so in that file
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
             root, name = cgroup, "memory.max"

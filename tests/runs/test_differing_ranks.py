@@ -33,7 +33,8 @@ def test_other_rows_on_another_rank_are_refused_on_all_ranks(ranks):
     assert of_rank_1 == [same, fewer, reordered] and same["train"].startswith("7 rows, fingerprint ")
     expected = (
         r"train: expected the same contents on all ranks, got 7 rows, fingerprint \w+ on rank 0 and 4 rows, "
-        r"fingerprint \w+ on rank 1; a task that shuffles needs a fixed seed, and files must be the same on all nodes"
+        r"fingerprint \w+ on rank 1; a task that shuffles needs a fixed seed, and files must be the same on all nodes; "
+        r"to start all the same, add --allow_changes task"
     )
     assert re.fullmatch(expected, fewer)
     assert re.match(r"heldout: .*, got 2 rows, fingerprint (\w+) on rank 0 and 2 rows, fingerprint (?!\1)", reordered)
