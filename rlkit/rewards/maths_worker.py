@@ -20,6 +20,10 @@ UNICODE = str.maketrans(
 )
 
 THOUSANDS = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?: \d{3})+(?!\d)")  # with plain spaces; not the year in "2024 100 men"
+NOT_UNITS = r"tens|dozens|hundreds|thousands|\w*illions|halves|thirds|quarters|\w+ths|plus|minus"
+UNITS = re.compile(  # plurals after a number at the end, such as "eggs" and "miles per hour"; math-verify knows others
+    rf"(?<=\d) +(?!(?:{NOT_UNITS})\b)(?:people|children|[a-z]{{3,}}s)(?: per [a-z]+)?$"
+)
 LEFT_SIDES = re.compile(  # all those at the beginning of equations without words, such as "12 - 4 = 2*4 = "
     r"""^(?:
           (?: \\[a-zA-Z]++      # a command of LaTeX, of any length,
@@ -37,7 +41,7 @@ LEFT_SIDES = re.compile(  # all those at the beginning of equations without word
 
 def cleaned(text: str) -> str:
     """The text without spellings that math-verify misreads: mathematical signs as Unicode characters, delimiters and a
-    full stop around the whole formula, spaces between thousands, `\\varnothing`, repeating decimals."""
+    full stop around the whole formula, spaces between thousands, `\\varnothing`, repeating decimals, units in words."""
     text = text.strip().translate(UNICODE).replace(r"\varnothing", r"\emptyset")
     text = re.sub(r"(?<=\d)(\\[,!;: ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))", "", text).rstrip(" .")
     text = THOUSANDS.sub(lambda number: number[0].replace(" ", ""), text)
@@ -46,8 +50,9 @@ def cleaned(text: str) -> str:
     for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         inside = text[len(left) : -len(right)]
         if text.startswith(left) and text.endswith(right) and left not in inside:
-            return inside.strip()
-    return text
+            text = inside.strip()
+            break
+    return UNITS.sub("", text)
 
 
 def _fraction(decimal: re.Match) -> str:

@@ -146,10 +146,10 @@ def _file_arguments(file: str, config: type, given: Collection[str]) -> list[str
     if unknown := sorted(set(options) - names):
         raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
     for name, x in options.items():
-        if isinstance(x, str) and (found := re.search(r"[\0-\x08\v\f\x0e-\x1f]", x)):
+        if found := re.search(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", " ".join(_as_arguments(name, x))):  # all but \n and \t
             raise ValueError(
-                f"config {file!r}: {name}: expected text, got the control character {found[0]!r} in it; YAML reads \\b "
-                "and \\f in double quotes as characters, so use single quotes"
+                f"config {file!r}: {name}: expected text, got the control character {found[0]!r} in it; YAML reads "
+                "\\b, \\f and \\r in double quotes as characters, so use single quotes"
             )
     if "steps" in given:
         options.pop("epochs", None)

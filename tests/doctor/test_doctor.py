@@ -258,7 +258,7 @@ def test_the_command_on_data(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         data_command.main(["check", boxed, "--reward", "boxed"])
     said = capsys.readouterr().out
-    assert end.value.code == 0 and "right, in \\boxed{} mean 1 " in said and "\\boxed{We count" not in said
+    assert end.value.code == 0 and "mean 1 over 10 rows: 'So it is" in said and "\\boxed{We count" not in said
     with pytest.raises(SystemExit, match="rlkit.data: .*none.jsonl"):
         data_command.main(["check", str(tmp_path / "none.jsonl")])
 

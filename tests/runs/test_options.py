@@ -140,6 +140,9 @@ def test_a_text_that_looks_like_an_option_survives_a_file(tmp_path, text):
             r'loss: "\boxed{}"',
             r"config '.*run.yaml': loss: expected text, got the control character .*x08' in it; YAML reads .*",
         ),
+        (r'loss: "\right"', r"config '.*run.yaml': loss: expected text, got the control character '\\r' in it"),
+        (r'names: [x, "\frac"]', r"config '.*run.yaml': names: expected text, got the control character .*x0c' in it"),
+        (r'weights: {"\alpha": 1}', r"config '.*run.yaml': weights: expected text, got the control character .*x07'"),
     ],
 )
 def test_a_file_that_holds_no_options_is_named(tmp_path, content, problem):
