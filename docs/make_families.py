@@ -228,8 +228,8 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
 - **A missing weight**, or one of another shape, is refused by name. transformers alone would initialise it randomly.
 - **Weights without a place in the model** are named and left out, also of the export. Weights for multi-token
   prediction (`mtp.*`, layer 61 of DeepSeek-V3) are left out without a message where transformers expects them.
-- **An output layer in addition to tied embeddings** is refused unless the two are equal: transformers would use it, vLLM would
-  not.
+- **An output layer in addition to tied embeddings** is refused unless the two are equal: transformers would use it,
+  vLLM would not.
 - **`model.safetensors` beside an index of other files** is refused: transformers reads the first, vLLM the others.
 - **Weight names of older repositories** (`language_model.model`, `visual`) are read, as in transformers.
 - **dtypes** are what `--dtype` says, except where transformers keeps float32, such as for the routers of ERNIE 4.5 and
@@ -298,9 +298,9 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
   by `hf_overrides`.
 - **gemma3n.** Its vision tower is MobileNet-v5 of the package timm: `pip install -e '.[gemma3n]'`. Every image has 256
   tokens, and every audio (of at most 30 s) has 188; vLLM 0.32 has these numbers in its code. The features of each audio
-  are computed alone, because transformers' feature extractor appends frames to an audio next to a longer one. Up to 0.06
-  s of silence is appended to an audio; without it, the last token would depend on the lengths of the other audios in
-  the same forward.
+  are computed alone, because transformers' feature extractor appends frames to an audio next to a longer one. Up to
+  0.06 s of silence is appended to an audio; without it, the last token would depend on the lengths of the other audios
+  in the same forward.
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; the
   authors' code, transformers 5.0 and vLLM do not. The engine does as they do; otherwise logprobs would differ by 0.02.
   A model that is loaded in transformers alone computes as transformers does.

@@ -139,9 +139,7 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
         if len(scored):
             means[form] = scored.mean().item()
         mean = f"{means[form]:.3g}" if len(scored) else "none"
-        yield Finding(
-            f"reward: {form}", f"mean {mean} over {len(rows)} rows{unscored}: {samples[0].text[:60]!r}", None
-        )
+        yield Finding(f"reward: {form}", f"mean {mean} over {len(rows)} rows{unscored}: {samples[0].text[:60]!r}", None)
     highest, wrong_reward = max(means.values(), default=0.0), means.get("another row's answer")
     best = [form for form, reward in means.items() if reward == highest]
     if not means:
