@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import dataclasses
 import re
 from functools import cache
 from pathlib import Path
@@ -110,6 +111,52 @@ def test_extras_that_are_named_are_there():
     for path in [*PAGES, *CODE]:
         for named in re.findall(r"pip install -e '\.\[([\w,-]+)\]'", path.read_text()):
             assert set(named.split(",")) <= set(config["options.extras_require"]), path
+
+
+def test_supported_versions_are_those_of_the_packages():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    required = "\n".join([config["options"]["install_requires"], *config["options.extras_require"].values()])
+    page = " ".join((ROOT / "docs" / "first_ten_minutes.md").read_text().split())
+    packages = {"torch": "torch", "transformers": "transformers", "vLLM": "vllm", "Megatron-Core": "megatron-core"}
+    for name, package in packages.items():
+        low, high = re.search(rf"(?<![\w-]){package}>=([\d.]+),<([\d.]+)", required).groups()
+        assert f"{name} {low} or newer (below {high})" in page
+
+
+@pytest.mark.parametrize("kind", ["Sample", "Batch"])
+def test_fields_of_samples_and_batches_are_on_their_page(kind):
+    from rlkit.data import Sample, append_response, collate, prompt_sample
+
+    page = (ROOT / "docs" / "reading_grpo_vlm.md").read_text()
+    table = page.partition(f"| field of a `{kind}` |")[2].partition("\n\n")[0]
+    first_cells = "".join(re.findall(r"^\|([^|]*)\|", table, re.M))
+    listed = set(re.findall(r"`(\w+)`", first_cells))
+    if kind == "Sample":
+        there = {field.name for field in dataclasses.fields(Sample)} | {"response_ids"}
+    else:
+        batch = collate([append_response(prompt_sample([1]), [2], [0.0])])
+        there = {*vars(batch), *batch.fields, "attention_mask", "routed_experts"}
+    assert listed == there
+
+
+def logged_by_recipes():
+    """Keys of the dicts that recipes assign to `metrics`, or add to it."""
+    for path in sorted((ROOT / "recipes").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("metrics")
+            for inner in ast.walk(node.value) if named else ():
+                if isinstance(inner, ast.Dict):
+                    yield from (key.value for key in inner.keys if isinstance(key, ast.Constant))
+            if named and isinstance(node.targets[0], ast.Subscript):
+                yield node.targets[0].slice.value
+
+
+def test_metrics_of_the_recipes_are_on_their_page():
+    names = set(logged_by_recipes())
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert {"entropy", "kl", "lm_loss", "divergence"} <= names
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
 def test_all_logged_metrics_are_on_their_page():

@@ -49,8 +49,8 @@ def test_the_page_as_it_stands(tmp_path):
     assert (tmp_path / "runs" / "photos" / "report.html").read_text().count("data:image/webp;base64,") >= 10
     assert "parameters, torch.float32" in printed
 
-    for name in ("reward", "loss", "lr_2e-4", "lr_7e-4", "lr_2e-3"):
+    for name in ("reward", "loss", "lr_2e-4", "lr_5e-4", "lr_2e-3"):
         assert json.loads((tmp_path / "runs" / name / "eval.json").read_text())["steps"] == 2
     assert (tmp_path / "my_grpo.py").read_text().count("penalty_loss") == 2
     compared = (tmp_path / "learning_rates.html").read_text()
-    assert all(f'"name": "{name}"' in compared for name in ("lr_2e-4", "lr_7e-4", "lr_2e-3"))
+    assert all(f'"name": "{name}"' in compared for name in ("lr_2e-4", "lr_5e-4", "lr_2e-3"))

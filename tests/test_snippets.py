@@ -1,5 +1,6 @@
 """The Python blocks of the pages on tasks and environments, each run as it stands, in an empty directory."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import datasets
 import pytest
 
 from rlkit.engines.value_head import load_value_model
+from rlkit.rewards.sandbox import SandboxError, check_isolation
 from rlkit.vlm import load_processor
 
 ROOT = Path(__file__).parents[1]
@@ -51,10 +53,48 @@ def test_tasks(block, folder, tiny_dir):
         export = folder / re.search(r'"(runs/[^"]*)"', block)[1]
         load_value_model(tiny_dir).save_pretrained(export)
         load_processor(tiny_dir).save_pretrained(export)
+    if "all_tests_passed" in block:
+        try:
+            check_isolation()
+        except SandboxError as error:
+            pytest.skip(str(error))
     names = {}
     exec(block, names)
     if "rewards" in names:
         assert names["rewards"].isfinite().all() and len(names["rewards"]) in (2, 8)
+
+
+def test_the_programs_of_the_page(folder, capsys):
+    try:
+        check_isolation()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    (block,) = (code for code in TASKS if "all_tests_passed" in code)
+    names = {}
+    exec(block, names)
+    assert capsys.readouterr().out.split() == re.findall(r"# (\d\.\d)$", block, re.M) == ["1.0", "0.0"]
+    from rlkit.data import load_task
+
+    (folder / "programs.jsonl").write_text(json.dumps(names["row"]) + "\n")
+    task = load_task("programs.jsonl", reward="rlkit.rewards:all_tests_passed")
+    assert task.reward("Here:\n```python\ndef double(x):\n    return x + x\n```", [*task.train, *task.heldout][0]) == 1
+
+
+def test_the_judge_of_the_page(folder, monkeypatch):
+    """A server on the loopback gives 7 of 10 points to an answer, and then forgets the score."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "rewards")
+    from test_judge import Server
+
+    from rlkit.rewards import reward_named
+
+    (block,) = (code for code in TASKS if "chat_judge" in code)
+    with Server(lambda i, body: (200, "Score: 7" if i == 0 else "It is fine.")) as server:
+        (folder / "my_judge.py").write_text(block.replace("http://127.0.0.1:9000/v1", server.url))
+        grade = reward_named("my_judge.py:grade")
+        row = {"question": "What is 2 + 2?", "answer": "4"}
+        assert grade("It is 4.", row) == grade("It is 4.", row) == 0.7 and len(server.seen) == 1
+        assert "Right answer: 4\nAnswer to grade: It is 4.\n" in server.seen[0]["messages"][0]["content"]
+        assert grade("It is 5.", row) is None
 
 
 def test_the_choices_of_the_page(folder, capsys):

@@ -101,8 +101,8 @@ def _check_same_contents(of_ranks: Sequence[Mapping[str, str]], allowed: Collect
             if found.get(name, first) != first and not set(ALLOWED_BY[name]) & set(allowed):
                 raise ValueError(
                     f"{name}: expected the same contents on all ranks, got {first} on rank 0 and {found[name]} on rank "
-                    f"{rank}; a task that shuffles needs a fixed seed, and files must be the same on all nodes; to start "
-                    f"all the same, add --allow_changes {ALLOWED_BY[name][0]}"
+                    f"{rank}; a task that shuffles needs a fixed seed, and files must be the same on all nodes; to "
+                    f"start all the same, add --allow_changes {ALLOWED_BY[name][0]}"
                 )
 
 
