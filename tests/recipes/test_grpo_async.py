@@ -152,11 +152,6 @@ def test_a_mismatch_of_nan_stops_the_run(warm_dir, server, tmp_path, monkeypatch
         run_here("grpo_async", *options, "--task", "helpers:seen_shortly")
 
 
-def test_there_is_no_clip_to_set():
-    with pytest.raises(ValueError, match="clip_high: .* got one that bounds a ratio, .*, by --tis_cap$"):
-        runs.parse_options(helpers.load("grpo_async").Config, "", ["--clip_high", "0.3"])
-
-
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):  # noqa: F811
     options = ["--model", warm_dir, "--out", tmp_path / "a", "--servers", "http://127.0.0.1:9", "--rollout", "tgi"]
     with pytest.raises(SystemExit, match="grpo_async: rollout: expected one of hf, .*, got 'tgi'"):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkit import runs
 from rlkit.data import Batch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -80,12 +79,6 @@ def test_the_gradient_is_that_of_the_paper(name):
     torch.testing.assert_close(logprobs.grad, expected)
     assert metrics["ratio/clip_fraction"].item() == pytest.approx({"gspo": 1 / 7, "cispo": 1 / 12}[name])
     assert metrics["entropy"].item() == pytest.approx(6 / 12)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_grpo_vlm_names_the_recipe_of_the_loss(name):
-    with pytest.raises(ValueError, match=f"^loss: expected an option of this recipe, got .*recipes/{name}.py"):
-        runs.parse_options(helpers.load("grpo_vlm").Config, "", ["--loss", name])
 
 
 @pytest.mark.parametrize("name", NAMES)
