@@ -103,6 +103,11 @@ def test_tasks(raw, messages, images, answer):
     assert task_row(row) == row  # what is read stays as it is
 
 
+def test_an_answer_that_is_a_json_list_of_other_objects_stays_text():
+    answer = json.dumps([{"from": "Paris", "to": "Rome"}])
+    assert chat_row({"prompt": "q", "completion": answer})["completion"] == answer
+
+
 def test_messages_may_be_json_text():
     """As in .csv files; other JSON is text."""
     prompt, turns = [SYSTEM, user("Q")], [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "b"}]

@@ -315,6 +315,28 @@ def test_answers_that_are_classes_have_their_names(tmp_path, of):
     assert task.reward("A", task.splits["train"][0]) == 1 and task.reward("0", task.splits["train"][0]) == 0
 
 
+def test_classes_of_marked_answers_stay_numbers(tmp_path):
+    import datasets
+
+    features = {name: datasets.Value("string") for name in ("prompt", "completion")}
+    features["label"] = datasets.ClassLabel(names=["bad", "good"])
+    rows = {"prompt": ["q", "q"], "completion": ["x", "y"], "label": [0, 1]}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(features)).to_parquet(tmp_path / "rows.parquet")
+    task = load_unpaired(str(tmp_path / "rows.parquet"))
+    assert [bool(row["label"]) for row in task.splits["train"]] == [False, True]
+
+
+@pytest.mark.parametrize("part", ["system", "history"])
+def test_prompts_with_another_system_prompt_or_history_are_others(tmp_path, part):
+    def row(number):
+        turn = f"Be {number}." if part == "system" else [[f"Say {number}.", "Yes."]]
+        return {"instruction": "Continue.", "output": "a", part: turn}
+
+    held = write(tmp_path / "held.jsonl", [row(0)])
+    task = with_heldout(load_task(write(tmp_path / "rows.jsonl", [row(i) for i in range(5)])), held)
+    assert len(task.train) == 4
+
+
 def test_nan_is_no_answer(tmp_path):
     name = write(
         tmp_path / "rows.jsonl", [{"question": "a", "answer": float("nan")}, {"question": "b", "answer": None}]

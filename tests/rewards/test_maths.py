@@ -40,6 +40,8 @@ def test_answers_of_the_table():
         (r"&= \boxed9. \end{align*}", ("9", True, False)),
         (r"is $\boxed\frac{1}{2}$ in the end of 5 steps.", (r"\frac{1}{2}", True, False)),
         (r"is $\boxed 4$, since $4<7$.", ("4", True, False)),
+        (r"$\boxed 12\pi$", (r"$\boxed 12\pi$", False, False)),
+        (r"$\boxed 5^2$", (r"$\boxed 5^2$", False, False)),
         (r"is $\boxed -1,234.5$.", ("-1,234.5", True, False)),
         (r"is $\boxed -3/2$.", ("-3/2", True, False)),
         (r"is $\boxed B$.", ("B", True, False)),

@@ -55,6 +55,7 @@ def test_rewards_of_every_name(name, answer, right, wrong):
         (r"\boxed{2005}", "We add.\n#### 2,005", 1),
         (r"\boxed{2}", "We add 2.\n#### 3", 0),
         (r"\boxed{20,05}", "2005", 0),
+        (r"\boxed{(1,234)}", "(1234)", 0),
     ],
 )
 def test_boxed_match(text, answer, value):

@@ -191,6 +191,7 @@ def test_numeric_match(text, answer, tolerance, expected):
         "answer is `B`", "Answer：B", "The answer is **Choice (B)**", "The answer is 'B'.",
         "The answer is choice 'b'", r"The answer is **$\text{(B)}$**", "Answer: B. Check: the answer is $a+b$.",
         "Answer: B\nThe answer is $E = mc^2$.",
+        r"The answer is $\textbf{(B)}\ 5$.", 'The answer is "B. Paris".', "The answer is $$B$$", r"\boxed{\textup{B}}",
     ],
 )  # fmt: skip
 def test_a_letter_in_dollars_quotes_and_words(text):
@@ -202,6 +203,7 @@ def test_a_letter_in_dollars_quotes_and_words(text):
     [
         "The answer is optional.", "the answer is 'Because'", "The answer is $b^2$", r"\boxed{\mathbb{E}[X]}",
         "The answer is `a + b`", r"the answer is \(A \cup B\)",
+        "Answer: $(a+b)$", "Answer: $f(a)$", "Answer: ${a}^2$", "Answer: $(a)(b)$",
     ],
 )  # fmt: skip
 def test_what_looks_like_a_letter(text):

@@ -171,6 +171,11 @@ def test_the_limit_of_a_container_or_a_job_is_the_memory_of_its_host(tmp_path, l
             assert memory_plan.host_memory(root, of_process) == expected
 
 
+def test_a_limit_counts_if_no_file_names_the_cgroups(tmp_path):
+    (tmp_path / "memory.max").write_text(f"{64 << 20}\n")
+    assert memory_plan.host_memory(tmp_path, tmp_path / "none") == 64 << 20
+
+
 def test_a_run_that_does_not_fit_is_refused(recipe, model, gpu, tmp_path):
     gpu.total_memory = 200 << 20
     with pytest.raises(ValueError) as refused:

@@ -128,7 +128,7 @@ def test_other_data_is_refused(cfg, tmp_path, capsys):
 def test_a_run_with_an_option_that_the_recipe_lost_is_refused(cfg, capsys):
     """Without it the run would continue as another algorithm."""
     path = Path(cfg.out) / CONFIG
-    path.write_text(json.dumps({"loss": "gspo", **json.loads(path.read_text())}))
+    path.write_text(json.dumps({"loss": "gspo", "unset": None, **json.loads(path.read_text())}))
     expected = "but loss was 'gspo' and is no option of this recipe; to continue with them, add --allow_changes loss$"
     with pytest.raises(ValueError, match=expected):
         start(cfg)
