@@ -264,7 +264,10 @@ def _from_turn(turn: Mapping[str, Any], name: str) -> Message:
 
 def _from_alpaca(raw: Row, name: str) -> Chat:
     """An instruction, its `input` below it, `history` as pairs of earlier questions and answers, and the `output`."""
-    question = "\n".join(str(raw[part]) for part in (name, "input") if _value(raw, part) not in (None, ""))
+    texts = {part: raw[part] for part in (name, "input") if _value(raw, part) not in (None, "")}
+    if wrong := [part for part, text in texts.items() if not isinstance(text, str | int | float)]:
+        raise ValueError(f"{wrong[0]}: expected text, got {texts[wrong[0]]!r:.80}")
+    question = "\n".join(map(str, texts.values()))
     messages = []
     for turn in _value(raw, "history") or ():
         if not isinstance(turn, list | tuple) or len(turn) != 2:
@@ -452,7 +455,7 @@ def check_columns(columns: Collection[str], *needed: Sequence[str], media: Mappi
             in a column of another name; a reserved name; a group without a column in the table.
     """
     has = f"got columns {list(columns)}"
-    if reserved := [name for name in ("read_as", "unreadable") if name in columns]:
+    if reserved := [name for name in ("read_as", "unreadable", "where") if name in columns]:
         raise ValueError(f"{reserved[0]}: expected another name of a column, as rlkit marks rows with this one, {has}")
     for many, one in (IMAGE_COLUMNS, VIDEO_COLUMNS, AUDIO_COLUMNS):
         own = {many, one} & set(columns)

@@ -6,6 +6,7 @@ Images stay undecoded, so a broken image makes one row unusable instead of endin
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -155,6 +156,7 @@ def _text_files(source: str, subset: str | None) -> dict[str, list[str]]:
     with _source_in_errors(source), TemporaryDirectory() as empty:  # a cache may have features that datasets inferred
         builder = datasets.load_dataset_builder(source, subset, cache_dir=empty)
     files = {str(split): list(paths) for split, paths in (builder.config.data_files or {}).items()}
+    _check_no_heldout_file(source, files.get("train", ()))
     _name_unread_files(source, {Path(path).resolve() for paths in files.values() for path in paths})
     suffixes = {Path(path).suffix for paths in files.values() for path in paths}
     defaults = {"sep": "\t"} if suffixes == {".tsv"} else {}
@@ -162,6 +164,17 @@ def _text_files(source: str, subset: str | None) -> dict[str, list[str]]:
     about = {"name", "version", "description", "data_dir", "data_files"}
     plain = all(settings[name] == usual[name] for name in settings.keys() - about)
     return files if suffixes <= TEXT_SUFFIXES and plain and builder.info.features is None else {}
+
+
+def _check_no_heldout_file(source: str, files: Collection[str]) -> None:
+    """Refuse `heldout.jsonl` beside `rows.jsonl`, as datasets reads all files as one split unless it knows a name."""
+    heldout = [path for path in files if re.search("held_?-?out", Path(path).stem, re.IGNORECASE)]
+    if heldout and len(files) > 1:
+        name = Path(heldout[0]).name
+        raise ValueError(
+            f"data set {source!r}: expected files to train on, got also {name}; rename it to test{Path(name).suffix}, "
+            "or pass one file as --task and this one as --heldout"
+        )
 
 
 def _name_unread_files(source: str, read: Collection[Path]) -> None:

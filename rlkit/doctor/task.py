@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from rlkit.data import Sample, Task, prompt_sample
+from rlkit.data.formats import ANSWER_COLUMNS, AUDIO_COLUMNS, IMAGE_COLUMNS, PROMPT_COLUMNS, VIDEO_COLUMNS
 from rlkit.data.messages import prompt_of, text_of
 from rlkit.doctor.findings import Finding
 from rlkit.rewards import score
@@ -20,6 +21,12 @@ from rlkit.vlm.videos import load_videos
 
 Row = Mapping[str, Any]
 LONGEST = 1500  # characters of a text to print
+COLUMNS = {  # with a meaning of their own: those of prompts and answers, and options of a row
+    *(*PROMPT_COLUMNS, "input", "system", "history", "tools", "text"),
+    *(*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS),
+    *(*ANSWER_COLUMNS, "reward_model", "completion", "output", "chosen", "rejected", "plain_text"),
+    *("chat_template_kwargs", "thinking_tags", "answer_prefix", "where", "read_as"),
+}
 
 # typical answers of a model, made from (right, wrong); the last two are wrong
 FORMS: Mapping[str, Callable[[str, str], str]] = {
@@ -45,6 +52,8 @@ def check_rows(
     yield Finding(
         "rows", f"{len(task.train)} to train on, {len(task.heldout)} held out", len(task.train) + len(task.heldout) > 0
     )
+    if unused := sorted({name for row in _first(task, 1) for name in row} - COLUMNS):
+        yield Finding("columns", f"not in the prompt, only for reward functions: {', '.join(unused)}", None)
     seen: dict[str, set[str]] = {"training": set(), "held-out": set()}
     for kind, rows in (("training", task.train), ("held-out", task.heldout)):
         chosen = [rows[i] for i in range(min(most, len(rows)))]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
-from rlkit.rewards.rules import best_match
+from rlkit.rewards.rules import accepted_answers, best_match
 from rlkit.rewards.workers import Worker, WorkerPool, end_worker, exit_code, read_line
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
@@ -59,21 +59,22 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
     Compares `final_answer(text)` with the row's answer by math-verify's rules, which a table of tests pins down: equal
     expressions match in any form; decimals are compared to six places; 25% matches both 0.25 and 25; units and degrees
     are ignored; sets and lists have no order, tuples and intervals do; an equation `x = 5` is its value. If the row's
-    answer is a solution with a box or a marker, its `final_answer` counts; otherwise all of its lines do.
+    answer is a solution with a box or a marker, its `final_answer` counts; otherwise all of its lines do. It may be a
+    list of answers, one of which is enough.
 
     Raises:
         ImportError: math-verify is not installed.
         ValueError: the row has no answer.
     """
     right = row.get("answer")
-    gold = None if right is None or isinstance(right, Mapping) else _right_answer(str(right))
-    if not gold:
-        raise ValueError(f"{row.get('where', 'row')}: answer: expected text or a number, got {row.get('answer')!r}")
+    golds = [] if right is None else [_right_answer(str(one)) for one in accepted_answers(right)]
+    if not golds or not all(golds):
+        raise ValueError(f"{row.get('where', 'row')}: answer: expected text or a number, got {right!r}")
     answer = final_answer(text, thinking_tags_of(row)[1])
     if answer is None:
         return 0.0
-    same = same_answer(answer.text, gold, boxed=answer.boxed, marked=answer.marked, seconds=SECONDS)
-    return None if same is None else float(same)
+    same = [same_answer(answer.text, gold, boxed=answer.boxed, marked=answer.marked, seconds=SECONDS) for gold in golds]
+    return 1.0 if any(same) else None if None in same else 0.0
 
 
 def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:

@@ -167,8 +167,9 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
     def reward(text: str, row: Row) -> float | None:
         if row["answer"] is None:
             return None
-        if len(answer_numbers := _numbers(str(row["answer"]))) != 1:
-            raise ValueError(f"{row.get('where', 'row')}: answer: expected a number, got {row['answer']!r}")
+        answer = row["answer"]
+        if isinstance(answer, Mapping) or len(answer_numbers := _numbers(str(answer))) != 1:
+            raise ValueError(f"{row.get('where', 'row')}: answer: expected a number, got {answer!r}")
         (right,), numbers = answer_numbers, _numbers(text.rpartition(thinking_tags_of(row)[1])[2])
         return float(bool(numbers) and abs(numbers[-1] - right) <= max(relative * abs(right), absolute))
 
@@ -229,12 +230,22 @@ def best_match(compare: Callable[[str], float], answer: Any) -> float | None:
     """
     if answer is None:
         return None
+    answers = accepted_answers(answer)
+    answers += [int(right) for right in answers if isinstance(right, float) and right.is_integer()]
+    return max((compare(str(right)) for right in answers), default=None)
+
+
+def accepted_answers(answer: Any) -> list[Any]:
+    """A row's answer, or each of its list, as a list.
+
+    Raises:
+        ValueError: an answer is a mapping.
+    """
     answers = list(answer) if isinstance(answer, list | tuple | np.ndarray) else [answer]
     for right in answers:
         if isinstance(right, Mapping):
             raise ValueError(f"answer: expected text, a number or a list of these, got fields {', '.join(right)}")
-    answers += [int(right) for right in answers if isinstance(right, float) and right.is_integer()]
-    return max((compare(str(right)) for right in answers), default=None)
+    return answers
 
 
 # --- boxes

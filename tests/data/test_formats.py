@@ -199,6 +199,7 @@ def test_tools_of_messages_and_of_sharegpt():
             {"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "add(1)"}]},
             "conversations[1][0].tool_calls: expected a function's name and its arguments, got 'add(1)'",
         ),
+        ({"instruction": "I", "input": ["a", "b"], "output": "3"}, "input: expected text, got ['a', 'b']"),
         (
             {"instruction": "I", "output": "3", "history": ["Q"]},
             "history: expected pairs of a question and an answer, got 'Q'",
@@ -527,6 +528,10 @@ def test_bad_marks_are_named(raw, error):
         (
             ["question", "answer", "unreadable"],
             "unreadable: expected another name of a column, as rlkit marks rows with this one",
+        ),
+        (
+            ["question", "answer", "where"],
+            "where: expected another name of a column, as rlkit marks rows with this one",
         ),
         (
             ["question", "answer", "read_as"],

@@ -294,6 +294,15 @@ def test_files_of_a_directory_that_are_not_read_are_named(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path}: not read: heldout.jsonl (of no split; --heldout takes a file)\n"
 
 
+@pytest.mark.parametrize("name", ["heldout.jsonl", "held_out-2.jsonl"])
+def test_held_out_rows_of_a_directory_are_not_trained_on(tmp_path, name):
+    """`datasets` reads files without a split in their names as one split to train on."""
+    for file in ("rows.jsonl", name):
+        write(tmp_path / file, [{"question": "a", "answer": "1"}])
+    with pytest.raises(ValueError, match=rf"got also {name}; rename it to test.jsonl"):
+        load_task(str(tmp_path))
+
+
 def test_a_broken_file_of_a_directory_is_named(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "a"}\n{"question"\n')
     with pytest.raises(ValueError, match="train.jsonl: expected json, got "):

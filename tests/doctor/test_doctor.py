@@ -207,6 +207,13 @@ def test_what_is_in_a_file(tmp_path, tiny_dir):
     assert short["training rows"][1] is False and "expected a prompt of at most 3 tokens" in short["training rows"][0]
 
 
+def test_columns_that_are_not_in_the_prompt(tmp_path):
+    rows = [{"context": "Bob is 7.", "question": "How old is Bob?", "answer": "7"}] * 3
+    task = load_task(a_file(tmp_path, rows))
+    assert texts(check_rows(task))["columns"] == ("not in the prompt, only for reward functions: context", None)
+    assert "columns" not in texts(check_rows(replace(task, train=load_task("addition").train)))
+
+
 def test_prompts_are_shown_as_the_model_reads_them(tmp_path, tiny_dir):
     Image.new("RGB", (56, 28), "red").save(tmp_path / "red.png")
     rows = [{"question": "<image> Which colour?", "answer": "red", "images": ["red.png"]}] * 3

@@ -77,6 +77,15 @@ def test_unreadable_gold_is_not_scored():
             maths_reward("1", {**row, "where": "file row 3"})
 
 
+def test_one_of_several_answers_is_enough():
+    for text, reward in ((r"\boxed{0.5}", 1.0), (r"\boxed{3}", 1.0), (r"\boxed{4}", 0.0), (r"\boxed{1/2, 3}", 0.0)):
+        assert maths_reward(text, {"answer": [r"\frac{1}{2}", "3"]}) == reward, text
+    assert maths_reward(r"\boxed{4}", {"answer": ["3", r"\frac{}{\sqrt{"]}) is None  # one cannot be read
+    for answer in ([], ["3", " "]):
+        with pytest.raises(ValueError, match="answer: expected text or a number"):
+            maths_reward("3", {"answer": answer})
+
+
 def scored_in_a_thread(hangs: str, seconds: float) -> list[float | None]:
     maths.SECONDS = seconds
     with ThreadPoolExecutor(3) as pool:

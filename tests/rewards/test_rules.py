@@ -221,6 +221,11 @@ def test_numeric_match_wants_a_number():
             numeric_match()("7", {"answer": answer, "where": "row 3"})
 
 
+def test_numeric_match_wants_no_fields():
+    with pytest.raises(ValueError, match=r"row 3: answer: expected a number, got \{'value': 5\}"):
+        numeric_match()("5", {"answer": {"value": 5}, "where": "row 3"})
+
+
 def test_an_answer_may_be_a_number_or_a_list():
     for text, answer, same in (
         ("42", 42.0, 1),
