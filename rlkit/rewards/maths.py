@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
-from rlkit.rewards.rules import accepted_answers, best_match
+from rlkit.rewards.rules import ANSWER_HEADING, ANSWER_IS, accepted_answers, best_match, join_thousands
 from rlkit.rewards.workers import Worker, WorkerPool, end_worker, exit_code, read_line
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
 START_SECONDS = 120.0  # to import sympy, even on a busy machine
 SECONDS = 5.0
 
-MARKERS = re.compile(r"####|\banswer\s*(?:is|:|=)(?:\*\*)?:?", re.IGNORECASE)
+MARKERS = re.compile(rf"{ANSWER_HEADING}|####|{ANSWER_IS}|(?i:\banswer\s*=)(?:\*\*)?:?")
 FRACTION = r"\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
 BOX = re.compile(
     rf"\\(?:boxed|fbox)\s*(?:\{{|(?P<content>{FRACTION}|-?\d+(?:[.,/]\d+)*(?![\d^_a-zA-Z{{]|\\[a-zA-Z])|[A-Za-z](?=\$)))"
@@ -58,9 +58,9 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
 
     Compares `final_answer(text)` with the row's answer by math-verify's rules, which a table of tests pins down: equal
     expressions match in any form; decimals are compared to six places; 25% matches both 0.25 and 25; units and degrees
-    are ignored; sets and lists have no order, tuples and intervals do; an equation `x = 5` is its value. If the row's
-    answer is a solution with a box or a marker, its `final_answer` counts; otherwise all of its lines do. It may be a
-    list of answers, one of which is enough.
+    are ignored; sets and lists have no order, tuples and intervals do; an equation `x = 5` or `m + n = 5` is its
+    value, but `x + 1 = 5` is not. If the row's answer is a solution with a box or a marker, its `final_answer` counts;
+    otherwise all of its lines do. It may be a list of answers, one of which is enough.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -80,9 +80,9 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
 def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
     r"""1 if the content of the answer's last `\boxed{}` is the row's answer as text, 0 if not; None without an answer.
 
-    Case, white space, the commas of 2,005, and dollars or `\text{}` around it are ignored. If the row's answer is a
-    solution with a box or a marker such as `####`, its `final_answer` counts. It may be a list of answers, one of which
-    is enough.
+    Case, white space, the commas or LaTeX's spaces of 2,005, and dollars or `\text{}` around it are ignored. If the
+    row's answer is a solution with a box or a marker such as `####`, its `final_answer` counts. It may be a list of
+    answers, one of which is enough.
     """
     answer = final_answer(text, thinking_tags_of(row)[1])
 
@@ -95,8 +95,7 @@ def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
 def _words(text: str) -> str:
     text = text.strip().strip("$").strip()
     inner = re.fullmatch(r"\\text(?:bf|it|rm)?\{([^{}]*)\}", text)
-    text = re.sub(r"^(-?\d{1,3}),(?=\d{3}\b)", r"\1", inner[1] if inner else text)
-    return " ".join(text.lower().split())
+    return " ".join(join_thousands(inner[1] if inner else text).lower().split())
 
 
 def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> FinalAnswer | None:
@@ -104,9 +103,9 @@ def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> FinalAnswer 
 
     Only the text after the last `closing_tag` counts. The result is the content of the last `\boxed{}` or `\fbox{}`, or
     a number, a fraction or the letter of `$\boxed B$` after `\boxed` without braces; None if braces are not closed.
-    Without a box it is the rest of the line after the last `####`, `answer is` or `answer:`, or else the next line.
-    Without these it is the last line. Empty lines and the fences of code do not count; a display formula or a LaTeX
-    environment over several lines is one line.
+    Without a box it is the rest of the line after the last `####`, `answer is` or `answer:`, or else the next line, as
+    after a heading `### Answer`. Without these it is the last line. Empty lines and the fences of code do not count; a
+    display formula or a LaTeX environment over several lines is one line.
     """
     text = text.rpartition(closing_tag)[2]
     if boxes := list(BOX.finditer(text)):

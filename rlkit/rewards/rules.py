@@ -22,6 +22,14 @@ from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Reward, Row
 from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
 
+# what comes before a final answer: "answer is" or "**Answer**:"
+ANSWER_IS = r"(?i:\b(?:answer|correct[ \t]+(?:option|choice))\**\s*(?:is|[:：]))(?:\*\*)?[:：]?"
+# or a heading, "### Final answer", above a line that does not begin with a word
+ANSWER_HEADING = (
+    r"(?im:^[ \t]*+(?:#{1,6}|\*\*)[^a-z\n]*+(?:(?:final|correct)[ \t]++)*+answer[ \t\r*]*+$)"
+    r"(?![\s*]*+(?:[^\W\d_]{2}|[AaI][ \t]+[^\W\d_]))"
+)
+
 # --- the form of an answer
 
 
@@ -122,11 +130,12 @@ def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) 
 def choice_letter(text: str, closing_tag: str = THINKING_TAGS[1]) -> str | None:
     r"""The letter, A to J in upper case, that a text chooses; None if there is none.
 
-    Only the text after the last `closing_tag` counts. Its last `<answer>B</answer>`, `\boxed{B}`, `answer is B` or
-    `answer: B` decides. There the letter may be in brackets, `\text{}`, quotes, backticks, `$B$` or `\(B\)`, and may
-    follow `option` or `choice`; a formula such as `$a+b$` is no letter. Without any of these, the whole text decides if
-    it is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters count in the
-    first forms, not in the last. `a` and `I` before another word are words: `the answer is a triangle`.
+    Only the text after the last `closing_tag` counts. Its last `<answer>B</answer>`, `\boxed{B}`, `answer is B`,
+    `answer: B` or `correct option is B`, or a heading `### Answer` above B, decides. There the letter may be in
+    brackets, `\text{}`, quotes, backticks, `$B$` or `\(B\)`, and may follow `option` or `choice`; a formula such as
+    `$a+b$` is no letter. Without any of these, the whole text decides if it is `B`, `(B)` or `B.`, or begins with `B)`,
+    `B.` or `B:` followed by more text. Lower-case letters count in the first forms, not in the last. `a` and `I` before
+    another word are words: `the answer is a triangle`.
     """
     text = text.rpartition(closing_tag)[2]
     is_word = r"(?-i:[aiI])[ \t]+\w"
@@ -134,7 +143,7 @@ def choice_letter(text: str, closing_tag: str = THINKING_TAGS[1]) -> str | None:
     closing = r"""(?:[\s*.)}\]]*(?:\$|\\[)\]]|["'`”’])|[)}\]](?![\^_(])|[.:]\s)"""
     quoted = rf"""(?:\$\$?|\\[(\[]|["'`“‘]){before}([A-J]){closing}"""
     letter = rf"{before}(?:{quoted}|(?!{is_word})([A-J])(?![\w']))"
-    marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|[:：])(?:\*\*)?[:：]?{letter}"
+    marked = "|".join(mark + letter for mark in ("<answer>", r"\\boxed\{", ANSWER_HEADING, ANSWER_IS))
     if matches := list(re.finditer(marked, text, re.IGNORECASE)):
         return next(group for group in matches[-1].groups() if group).upper()
     alone = re.match(r"[\s*(]*([A-J])(?:[\s*).]*$|[).:]\**\s)", text)
@@ -159,7 +168,8 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
     r"""1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
 
     Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas and
-    LaTeX's spaces between thousands are left out, units are not looked at. Fractions (1/2, 2 1/2, \frac{1}{2}, 2½) do
+    LaTeX's spaces between thousands are left out, units are not looked at. An en dash is a minus, except between two
+    numbers. Fractions (1/2, 2 1/2, \frac{1}{2}, 2½) do
     not count as numbers.
     relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
     """
@@ -186,9 +196,14 @@ def _numbers(text: str) -> list[float]:
         rf"|{whole}(?<![\w.]){number}(?:\s*[/⁄]\s*{number})+"  # 1/2, 2 1/2
         r"|(?<!\d)\d*+[¼-¾⅐-⅞]"  # ½, 2½
     )
-    thousands = r"(?<=\d)(?:,(?:\\!)?|\{,\}|\\[,!;: ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
-    text = re.sub(thousands, "", text.replace("−", "-"))
+    text = join_thousands(text.replace("−", "-").replace("__", " "))  # __5__ is 5 in bold
+    text = re.sub(r"(?<![\w.%°)\]}])–(?=[\d.])", "-", text)  # not in 3–5
     return [float(found) for found in re.findall(rf"(?<![\w./]){number}", re.sub(fraction, " ", text))]
+
+
+def join_thousands(text: str) -> str:
+    r"""The text without what stands between the thousands of numbers: `1,500`, `1{,}500`, `1\,500`, `1~500`."""
+    return re.sub(r"(?<=\d)(?:,(?:\\!)?|\{,\}|\\[,!;: ]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))", "", text)
 
 
 def squad_normalise(text: str) -> str:

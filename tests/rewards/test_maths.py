@@ -27,7 +27,7 @@ def test_answers_of_the_table():
         found = list(pool.map(lambda row: maths_reward(row["text"], {"answer": row["gold"]}), TABLE))
     other = [(row, value) for row, value in zip(TABLE, found, strict=True) if value != row["verdict"]]
     assert [row for row, _ in other] == [row for row in TABLE if "deviates" in row], other
-    assert len(TABLE) >= 500 and sum(row["verdict"] for row in TABLE) >= 200 and len(other) <= 3
+    assert len(TABLE) >= 500 and sum(row["verdict"] for row in TABLE) >= 200 and len(other) <= 5
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,10 @@ def test_answers_of_the_table():
         ("The answer is: 7\nbecause", ("7", False, True)),
         ("answer: 6. No, answer: 7", ("7", False, True)),
         ("3 * 4 = 12\n#### 12\n", ("12", False, True)),
+        ("**Answer**: 6\nin 3 rows", ("6", False, True)),
+        ("### Answer\n\n**6**\nin 3 rows", ("6", False, True)),
+        ("### Answer\nIn 3 rows\nthere are 6", ("there are 6", False, False)),
+        ("The correct option is B.", ("B.", False, True)),
         ("one\n\ntwo \n", ("two", False, False)),
         ("one\n**\n", ("one", False, False)),
         ("The answer is\n```text\n`42`\n```\nas shown", ("42", False, True)),

@@ -140,6 +140,14 @@ def test_repetition_cuts_as_it_is_told():
         ("The answer is a triangle.", None), ("The answer is a", "A"), ("Answer: a.", "A"), ("answer: a\nDone", "A"),
         ("The correct answer is (B), because the answer is a square.", "B"), ("Answer: I would choose (B).", None),
         ("The answer is A because", "A"), ("The answer is (a) triangle", "A"), ("Answer: I", "I"),
+        ("A dog.\n**Answer**: C", "C"), ("**Final Answer**: (c)", "C"), ("**Answer** is **C**", "C"),
+        ("### Answer\nC\n\nIt is a dog.", "C"), ("#### **Final Answer**\n\n**(C)** a dog", "C"),
+        ("**Answer**\nC. a dog", "C"), ("So\r\n## 3. Answer\r\n$C$\r\nIt barks", "C"), ("### Answer:\nC", "C"),
+        ("The correct option is C.", "C"), ("The correct choice is (C), a dog", "C"),
+        ("The correct option is **C**.", "C"), ("The correct option is: C", "C"),
+        ("### Answer\nA dog barks.", None), ("### Answer\nI think a dog does.", None), ("### Answer\nDogs do.", None),
+        ("In my answer\nC is a dog", None), ("## How to answer\nC", None), ("**Wrong answer**\nC", None),
+        ("Which correct option is there?", None), ("### Answer the question\nC", None),
     ],
 )  # fmt: skip
 def test_choice_letter(text, expected):
@@ -177,6 +185,9 @@ def test_multiple_choice():
         ("<think>7</think> 42", 42, {}, 1), (r"\boxed{12{,}345}", 12345, {}, 1), (r"1\,000\,000", 10**6, {}, 1),
         (r"1,\!000", 1000, {}, 1), (r"1\ 000", 1000, {}, 1), ("12~345", 12345, {}, 1), ("12\u202f345", 12345, {}, 1),
         (r"5\,000", r"5{,}000", {}, 1), (r"1\,000", 0, {}, 0), (r"(1,\,200)", 200, {}, 1), (r"10~m", 10, {}, 1),
+        ("–5", -5, {}, 1), ("–5", 5, {}, 0), ("It is **–.5**", -0.5, {}, 1), ("-5", "–5", {}, 1), ("3–5", 5, {}, 1),
+        ("3%–5%", 5, {}, 1), ("20°–25°", 25, {}, 1), ("3 – 5", 5, {}, 1), ("__42__", 42, {}, 1),
+        ("__–4,200__", -4200, {}, 1), ("x_2", 2, {}, 0), ("(1010)_2", 1010, {}, 1),
     ],
 )  # fmt: skip
 def test_numeric_match(text, answer, tolerance, expected):
@@ -247,6 +258,18 @@ def test_an_answer_may_be_a_number_or_a_list():
         with pytest.raises(ValueError, match="answer: expected .*, got fields text$"):
             reward("Bob", {"answer": ["Bob", {"text": "Bob"}]})
     assert exact_match("['5']", {"answer": ["5"]}) == 0 and squad_f1("1912", {"answer": 1912.0}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "same"),
+    [
+        ("1,234,567", "1234567", 1), ("12,345,678", 12345678, 1), ("1{,}500", "1500", 1), (r"1\,500", "1500", 1),
+        (r"\text{-1,234,567.5 m}", "-1234567.5 M", 1), ("1234567", "1,234,567", 1), ("1,500", "#### 1{,}500", 1),
+        ("1,234,568", "1234567", 0), ("1, 500", "1500", 0), ("1,50", "150", 0), ("1,5000", "15000", 0),
+    ],
+)  # fmt: skip
+def test_thousands_in_a_box(text, answer, same):
+    assert boxed_match(rf"\boxed{{{text}}}", {"answer": answer}) == same
 
 
 def test_squad():
