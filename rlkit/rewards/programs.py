@@ -65,7 +65,8 @@ def _parse_test(test: Any, where: str) -> tuple[dict[str, Any], Callable[[Ran], 
             f"{where}: tests: expected programs that read standard input, got a call of a function: {test!r}"
         )
     if isinstance(test, Mapping) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
-        return {"stdin": test["input"]}, lambda ran: ran.code == 0 and _lines(ran.stdout) == _lines(test["output"])
+        given = {"stdin": test["input"], "output": _output_limit(test["output"])}
+        return given, lambda ran: ran.code == 0 and _lines(ran.stdout) == _lines(test["output"])
     try:
         match ast.parse(test).body:
             case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
@@ -75,7 +76,11 @@ def _parse_test(test: Any, where: str) -> tuple[dict[str, Any], Callable[[Ran], 
     except (SyntaxError, TypeError, ValueError) as error:
         forms = 'expected {"input": text, "output": text} or "assert <call> == <literal>"'
         raise ValueError(f"{where}: tests: {forms}, got {test!r}") from error
-    return {"call": call}, lambda ran: ran.value == value
+    return {"call": call, "output": _output_limit(value)}, lambda ran: ran.value == value
+
+
+def _output_limit(expected: str) -> int:
+    return max(1 << 20, 2 * len(expected.encode(errors="replace")))
 
 
 def _lines(text: str) -> list[str]:

@@ -85,8 +85,8 @@ def run_python(
         seconds: limit of processor time, so that other processes do not use it up. The limit of wall time is four times
             as long.
         memory: limit of address space in bytes, including the interpreter's own (about 30 MB).
-        output: limit of bytes in its folder, including standard output and error. No single file can grow larger; the
-            sum is measured every 20 ms.
+        output: limit of bytes in its folder, including standard output and error, but not the program and its standard
+            input. No single file can grow larger; the sum is measured every 20 ms.
 
     Raises:
         SandboxError: the machine cannot enforce these restrictions, or could not start the program, which has not run.
@@ -158,7 +158,8 @@ def _run(program: str, stdin: str, call: str, seconds: float, memory: int, outpu
         raise SandboxError(f"could not start a program: {error}") from error
     try:
         process = _start(folder, program, stdin, [call, seconds, memory, output])
-        stopped = _wait(process, folder, seconds, output)
+        given = len((program + stdin).encode(errors="replace"))  # bytes that are in the folder before it starts
+        stopped = _wait(process, folder, seconds, given + output)
         value = _text(folder / "value", output) if call else ""
         texts = _text(folder / "stdout", output), _text(folder / "stderr", output)
         return Ran(*texts, value or None, process.returncode, stopped)

@@ -48,6 +48,8 @@ def share(text: str, row: dict) -> float | None:
         ("print(4)", DOUBLE, 0.5),
         ("print('the answer:', 2 * int(input()))", DOUBLE, 0.0),
         ("if __name__ == '__main__':\n    print(2 * int(input()))", DOUBLE, 1.0),
+        ("print('ab\\n' * int(input()))", {"tests": [{"input": "500000", "output": "ab\n" * 500000}]}, 1.0),
+        ("def f():\n    return 'é' * 800000", {"tests": [f"assert f() == '{'é' * 800000}'"]}, 1.0),
         ("def f():\n    return 1.0", {"tests": ["assert f() == 1"]}, 1.0),
         ("def f():\n    return (1, 2)", {"tests": ["assert f() == [1, 2]"]}, 0.0),
         ("def f():\n    return {2: [None]}", {"tests": json.dumps(["assert f() == {2: [None]}"])}, 1.0),

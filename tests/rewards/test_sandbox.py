@@ -327,6 +327,13 @@ def test_output_is_bounded(program):
         assert ran.code != 0 and len(ran.stdout) <= 10_000 and len(ran.stderr) <= 10_000 and ran.stopped != "time"
 
 
+def test_the_input_is_no_output():
+    """It is measured while the program runs."""
+    program = "import sys, time\nprint(len(sys.stdin.read()))\nwhile time.process_time() < 0.2: pass"
+    ran = run(program, stdin="x" * 300_000, output=10_000)
+    assert ran is None or (ran.stdout, ran.stopped) == ("300000\n", "")
+
+
 @pytest.mark.parametrize("program", ["x = bytearray(10 ** 10)", "x = []\nwhile True: x.append(bytearray(10 ** 7))",
                                      "import mmap; mmap.mmap(-1, 1 << 32)", "x = 'a' * 10 ** 9"])  # fmt: skip
 def test_memory_is_bounded(program):
