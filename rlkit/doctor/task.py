@@ -9,6 +9,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from rlkit.data import Sample, Task, prompt_sample
 from rlkit.data.formats import ANSWER_COLUMNS, AUDIO_COLUMNS, IMAGE_COLUMNS, PROMPT_COLUMNS, VIDEO_COLUMNS
 from rlkit.data.messages import prompt_of, text_of
@@ -132,10 +134,10 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
         count: number of rows.
     """
     rows = [row for row in _first(task, 10 * count) if row.get("answer") is not None][:count]
-    answers = [_text(row["answer"]) for row in rows]
     if not rows:
         yield Finding("rewards", "the rows have no answers to compare with", None)
         return
+    answers = _right_answers(task, rows)
     means: dict[str, float] = {}
     for form, write in FORMS.items():
         samples = []
@@ -157,6 +159,20 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
         yield Finding("rewards", "expected more for a right answer than for a wrong one, got the same", False)
     else:
         yield Finding("rewards", f"highest for: {', '.join(best)}; the prompt should ask for that form")
+
+
+def _right_answers(task: Task, rows: Sequence[Row]) -> list[str]:
+    """The answers of the rows as text. A list of answers is read as the task's reward reads it: it is the answer, such
+    as a box, or one of its items is enough."""
+
+    def total_reward(answers: list[str]) -> float:
+        forms = [write for form, write in FORMS.items() if form.startswith("right")]
+        pairs = list(zip(rows, answers, strict=True))
+        samples = [prompt_sample([], text=write(right, ""), row=row) for write in forms for row, right in pairs]
+        return score(task.reward, samples).nansum().item()
+
+    whole, first = ([_text(row["answer"], first=first) for row in rows] for first in (False, True))
+    return first if whole == first or total_reward(first) >= total_reward(whole) else whole
 
 
 def show_rows(task: Task, processor: Any = None, count: int = 3) -> Iterator[str]:
@@ -189,9 +205,11 @@ def _first(task: Task, count: int) -> list[Row]:
     return [rows[i] for i in range(min(count, len(rows)))]
 
 
-def _text(answer: Any) -> str:
-    """An expected answer as text; the first one if several are accepted."""
-    if isinstance(answer, list | tuple) and answer:
+def _text(answer: Any, first: bool = False) -> str:
+    """An expected answer as text: of a list all of it, or the first item; of messages the first."""
+    if isinstance(answer, np.ndarray):
+        answer = answer.tolist()
+    if isinstance(answer, list | tuple) and answer and (first or isinstance(answer[0], Mapping)):
         answer = answer[0]
     return text_of(answer) if isinstance(answer, Mapping) and "content" in answer else str(answer)
 

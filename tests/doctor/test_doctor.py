@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -20,7 +21,8 @@ from rlkit.doctor.findings import Finding, line
 from rlkit.doctor.model import check_model, check_weight_files
 from rlkit.doctor.servers import check_servers
 from rlkit.doctor.task import check_rewards, check_rows, show_rows
-from rlkit.rewards.rules import exact_match, numeric_match
+from rlkit.rewards.maths import boxed_match
+from rlkit.rewards.rules import boxes_iou, exact_match, numeric_match
 from rlkit.rollout.servers.token import OPEN_ROUTE, TOKEN_VARIABLE
 from rlkit.runs import memory_plan
 from rlkit.runs.models import processor_of
@@ -218,6 +220,8 @@ def test_prompts_are_shown_as_the_model_reads_them(tmp_path, tiny_dir):
     Image.new("RGB", (56, 28), "red").save(tmp_path / "red.png")
     rows = [{"question": "<image> Which colour?", "answer": "red", "images": ["red.png"]}] * 3
     task = load_task(a_file(tmp_path, rows))
+    boxes = replace(task, train=[{"question": "Where?", "images": [], "answer": [1, 2, 3, 4]}])
+    assert "answer: [1, 2, 3, 4]" in "\n".join(show_rows(boxes))
     text = "\n".join(show_rows(task, load_processor(str(tiny_dir)), 1))
     assert "images: 56 x 28" in text and "<|vision_start|><|image_pad|><|vision_end|>" in text and "answer: red" in text
     assert "tokens; images" in text and "<|im_start|>assistant" in text
@@ -233,6 +237,25 @@ def test_rewards_of_right_and_wrong_answers():
     assert max(map(len, found)) <= 28, "a label is wider than its column"
     lenient = texts(check_rewards(replace(task, reward=numeric_match())))
     assert lenient["rewards"][0].startswith("highest for: right, right, in a sentence")
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward", "written"),
+    [
+        ([[5 * i, 2, 5 * i + 4, 9] for i in range(4)], boxes_iou, "[0, 2, 4, 9]"),
+        ([[[5 * i, 2, 5 * i + 4, 9], [0, 20, 9, 29]] for i in range(4)], boxes_iou, "[[0, 2, 4, 9], [0, 20, 9, 29]]"),
+        ([[str(i), f"no. {i}"] for i in range(4)], exact_match, "0"),
+        ([np.array([str(i), f"no. {i}"]) for i in range(4)], exact_match, "0"),
+        ([np.array([5 * i, 2, 5 * i + 4, 9]) for i in range(4)], boxes_iou, "[0, 2, 4, 9]"),
+        ([[str(i), f"no. {i}"] for i in range(4)], boxed_match, "0"),
+        ([{"content": str(i)} for i in range(4)], lambda text, row: float(text == row["answer"]["content"]), "0"),
+    ],
+)
+def test_a_list_is_an_answer_or_several(answers, reward, written):
+    rows = [{"question": "?", "images": [], "answer": answer} for answer in answers]
+    found = texts(check_rewards(Task("a", train=rows, heldout=[], reward=reward)))
+    assert found["rewards"][1] is True
+    assert found["reward: right"][0].endswith(f": {written!r}")
 
 
 @pytest.mark.parametrize(
