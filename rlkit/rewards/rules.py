@@ -24,10 +24,10 @@ from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
 
 # what comes before a final answer: "answer is" or "**Answer**:"
 ANSWER_IS = r"(?i:\b(?:answer|correct[ \t]+(?:option|choice))\**\s*(?:is|[:：]))(?:\*\*)?[:：]?"
-# or a heading, "### Final answer", above a line that does not begin with a word
+# or a heading, "### Final answer", above a line that does not begin with a word other than "Option"
 ANSWER_HEADING = (
     r"(?im:^[ \t]*+(?:#{1,6}|\*\*)[^a-z\n]*+(?:(?:final|correct)[ \t]++)*+answer[ \t\r*]*+$)"
-    r"(?![\s*]*+(?:[^\W\d_]{2}|[AaI][ \t]+[^\W\d_]))"
+    r"(?![\s*]*+(?:(?!(?i:option|choice)\b)[^\W\d_]{2}|[AaI][ \t]+[^\W\d_]))"
 )
 
 # --- the form of an answer
@@ -169,8 +169,7 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
 
     Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas and
     LaTeX's spaces between thousands are left out, units are not looked at. An en dash is a minus, except between two
-    numbers. Fractions (1/2, 2 1/2, \frac{1}{2}, 2½) do
-    not count as numbers.
+    numbers. Fractions (1/2, 2 1/2, \frac{1}{2}, 2½) do not count as numbers.
     relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
     """
 

@@ -143,6 +143,7 @@ def test_repetition_cuts_as_it_is_told():
         ("A dog.\n**Answer**: C", "C"), ("**Final Answer**: (c)", "C"), ("**Answer** is **C**", "C"),
         ("### Answer\nC\n\nIt is a dog.", "C"), ("#### **Final Answer**\n\n**(C)** a dog", "C"),
         ("**Answer**\nC. a dog", "C"), ("So\r\n## 3. Answer\r\n$C$\r\nIt barks", "C"), ("### Answer:\nC", "C"),
+        ("### Answer\n\n**Option C**", "C"), ("### Answer\nOptions C and D fit.", None),
         ("The correct option is C.", "C"), ("The correct choice is (C), a dog", "C"),
         ("The correct option is **C**.", "C"), ("The correct option is: C", "C"),
         ("### Answer\nA dog barks.", None), ("### Answer\nI think a dog does.", None), ("### Answer\nDogs do.", None),
