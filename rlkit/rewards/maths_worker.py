@@ -37,7 +37,7 @@ LEFT_SIDES = re.compile(  # all those at the beginning of equations without word
         )++""",
     re.VERBOSE,
 )
-PERCENT = re.compile(r"\s*\\?%$")
+PERCENT = re.compile(r"\s*(?:\\?%|\bpercent\b)")
 # what math-verify overlooks
 RELATION = re.compile(r"\\(?:neq?|[lg]eq?(?:slant)?|[lg]t|not)(?![a-zA-Z])|<(?!<)|[>≤≥≠]|!=")
 UNIT = r"(?:\\(?:text|mathrm|rm)\{[^{}]*\}|[a-z]{2,})"
