@@ -95,7 +95,7 @@ def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGro
     device = next((x.device for x in metrics.values() if isinstance(x, Tensor)), None)
     found = {name: metrics.get(name, -math.inf if name.endswith("/max") else 0.0) for name in names}
     numbers = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in found.values()]
-    values = torch.stack([number.detach().reshape(()) for number in numbers])
+    values = torch.stack([number.detach().reshape(()) for number in numbers]).cpu()
     is_max = torch.tensor([name.endswith("/max") for name in names])
     sums, maxima = (all_reduce(values, op, group) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
     return dict(zip(names, torch.where(is_max, maxima, sums).tolist(), strict=True))

@@ -159,7 +159,7 @@ def _mark_packed_images(kwargs: dict[str, Any], layout: PackedLayout, facts: Mod
     if _has_images(kwargs):
         tokens = kwargs["input_ids"][0]
         starts = [start for start, length in zip(layout.starts, layout.lengths, strict=True) if length]
-        starts_on_device = torch.tensor(starts, device=tokens.device)
+        starts_on_device = torch.tensor(starts).to(tokens.device, non_blocking=True)
         layout.image_ids = image_groups(tokens, facts.config.image_token_id, starts_on_device)
 
 

@@ -171,13 +171,14 @@ class PackedLayout:
         distance = q[:, None] - k
         if prefix.any():  # a padding query gets keys: otherwise attention could be nan, and so could gradients
             distance = (prefix[:, :, None] + distance).masked_fill(~is_query[:, :, None], 0)
-        return AttentionBlock(
-            query_indices=torch.where(is_query, start + q, 0).to(self.device),
-            key_indices=torch.where(is_key, key_indices, 0).to(self.device),
-            distance=distance.to(self.device),
-            valid_queries=is_query.flatten().nonzero()[:, 0].to(self.device),
-            is_key=is_key.to(self.device),
+        block = AttentionBlock(
+            query_indices=torch.where(is_query, start + q, 0),
+            key_indices=torch.where(is_key, key_indices, 0),
+            distance=distance,
+            valid_queries=is_query.flatten().nonzero()[:, 0],
+            is_key=is_key,
         )
+        return AttentionBlock(*(x.to(self.device, non_blocking=True) for x in block))
 
 
 class AttentionBlock(NamedTuple):
