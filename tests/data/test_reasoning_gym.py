@@ -9,7 +9,6 @@ import pytest
 from rlkit.data import load_task, prompt_sample, with_prompt
 from rlkit.data.reasoning_gym import DEPEND_ON_HASHES, DRAWS_FROM_GLOBAL_RANDOM
 from rlkit.rewards import isolated, score
-from rlkit.rewards.isolated import SandboxedReward
 from rlkit.rewards.sandbox import SandboxError, check_isolation
 
 try:
@@ -138,25 +137,33 @@ def test_an_answer_that_takes_forever_scores_0():
 SEES_WHAT_IS_EXECUTED = """
 import sys
 from reasoning_gym.factory import DATASETS
-from rlkit.data.reasoning_gym import reasoning_gym_task
+from rlkit.data import reasoning_gym
+from rlkit.rewards.isolated import SandboxedReward
 
-seen = set()
+executed, sandboxed = set(), set()
+reasoning_gym.check_isolation = lambda: None  # nothing is scored in the sandbox here
 
 def hook(event, arguments):
-    if event == "exec" and "the_answer" in getattr(arguments[0], "co_names", ()):
-        seen.add(task)
+    if event == "exec" and isinstance(arguments[0], type(hook.__code__)):
+        if "the_answer" in (*arguments[0].co_names, *arguments[0].co_consts):  # sympy makes Symbol('the_answer') of it
+            executed.add(task)
 
 sys.addaudithook(hook)
 for task in sorted(set(DATASETS) - set(sys.argv[1:])):
-    made = reasoning_gym_task(f"reasoning_gym:{task},rows=2,heldout=1,sandbox=False")
+    made = reasoning_gym.reasoning_gym_task(f"reasoning_gym:{task},rows=2,heldout=1,sandbox=False")
     row = made.train[0]
     for answer in ("the_answer", "[the_answer]", "{1: the_answer}", "the_answer + x", f"{row['answer']} + the_answer"):
         made.reward(answer, row)
-print(*sorted(seen))
+    arguments = made.reward.arguments[:3]
+    if isinstance(reasoning_gym.Verifier(*arguments).score_answer, SandboxedReward):
+        sandboxed.add(task)
+print()  # some tasks print dots
+print(*sorted(executed))
+print(*sorted(sandboxed))
 """
 
 
-def test_every_verifier_that_executes_answers_is_found():
+def test_the_verifiers_that_execute_answers_are_found_and_no_others():
     """Python itself reports, for every task of the installed reasoning-gym, whether a name in an answer is executed."""
     cannot_be_made = {"composite", *DRAWS_FROM_GLOBAL_RANDOM}
     done = subprocess.run(
@@ -165,17 +172,8 @@ def test_every_verifier_that_executes_answers_is_found():
         capture_output=True,
         text=True,
     )
-    assert done.stdout.split() == EXECUTING, done.stderr
-
-
-def test_only_answers_that_would_be_executed_take_the_time_of_a_sandbox(monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setattr("rlkit.data.reasoning_gym.check_isolation", lambda: None)
-    from reasoning_gym.factory import DATASETS
-
-    tasks = sorted(set(DATASETS) - {"composite", *DRAWS_FROM_GLOBAL_RANDOM})
-    rewards = {name: load_task(f"reasoning_gym:{name},rows=2,heldout=1").reward for name in tasks}
-    assert [name for name in tasks if isinstance(rewards[name].score_answer, SandboxedReward)] == EXECUTING
+    executed, sandboxed = done.stdout.splitlines()[-2:]
+    assert executed.split() == sandboxed.split() == EXECUTING, done.stderr
 
 
 def test_a_machine_without_a_sandbox_refuses_such_a_task(monkeypatch):
@@ -212,8 +210,6 @@ def test_an_answer_of_another_form_scores_0(name, answers):
     samples = [prompt_sample([1], text=f"<answer>{text}</answer>", row=task.train[0]) for text in answers]
     rewards = score(task.reward, samples)
     assert rewards.nan_to_num(-1).min() >= 0 and rewards.max() < 0.2
-    row = task.train[0]
-    assert task.reward(row["answer"], row) == 1 or name == "boxnet"  # its answers are not in its rows
     with pytest.raises(KeyError, match="entry"):
         task.reward("7", {"question": "?"})  # what is missing in the row is no fault of the answer
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkit.data import Failures, prompt_sample
+from rlkit.data import Failures, load_task, prompt_sample
 from rlkit.rewards import (
     boxed_match,
     boxes_iou,
