@@ -4,8 +4,8 @@
 
 By default a reward runs in threads of the trainer: nothing limits it, and if it ends its process it ends the run.
 `--isolate_reward` runs it in workers. This protects against mistakes, not against malice: code that you do not trust
-belongs in `rlkit.rewards.sandbox`, which allows far less. `sandboxed` scores answers under its restrictions, for a reward
-that executes them: `eval(text)`, or sympy's `parse_expr(text)`.
+belongs in `rlkit.rewards.sandbox`, which allows far less. `sandboxed` scores answers under its restrictions, for a
+reward that executes them: `eval(text)`, or sympy's `parse_expr(text)`.
 """
 
 from __future__ import annotations

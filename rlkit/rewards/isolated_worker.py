@@ -105,6 +105,7 @@ def load_restrict() -> Callable:
     """`rlkit.rewards.sandbox_inside.restrict`, without the imports of `rlkit.rewards`."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox_inside.py")
     spec = importlib.util.spec_from_file_location("sandbox_inside", path)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.restrict

@@ -176,8 +176,9 @@ def _start(folder: Path, program: str, stdin: str, settings: list[Any]) -> subpr
         for name, text in {"program.py": program, "stdin": stdin, "stdout": "", "stderr": ""}.items():
             (folder / name).write_text(text, errors="replace")
         with open(folder / "stdin") as file, open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
+            arguments = [*map(str, settings), str(said_ready), *readable_paths()]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-s", "-S", "-B", INSIDE, *map(str, settings), str(said_ready), *readable_paths()],
+                [sys.executable, "-P", "-s", "-S", "-B", INSIDE, *arguments],
                 stdin=file,
                 stdout=out,
                 stderr=err,

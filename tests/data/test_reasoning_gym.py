@@ -95,7 +95,10 @@ def test_a_prefix_may_open_the_answer():
         ("chain_sum,level=99", "level: expected 0 to 10, got 99"),
         ("chain_sum,level=hard", "level: expected 0 to 10, got 'hard'"),
         ("chain_sum,rows=0", "rows: expected a whole number of at least 1, got 0"),
-        ("chain_sum,terms=3", "expected settings among level, rows, heldout, exact, sandbox, min_terms, .*, got 'terms'"),
+        (
+            "chain_sum,terms=3",
+            "expected settings among level, rows, heldout, exact, sandbox, min_terms, .*, got 'terms'",
+        ),
         ("chain_sum,exact=1", "exact: expected True or False, got 1"),
         ("chain_sum,sandbox=no", "sandbox: expected True or False, got 'no'"),
         ("chain_sum,seed=3", "expected settings among .*, got 'seed'"),
