@@ -143,9 +143,9 @@ def sandboxed(reward: Reward, *, seconds: float = 10.0, memory: int = 1 << 30) -
     reward has imported, too, and it can create no file. It is a copy of a worker process, which has imported what the
     reward needs. Workers are started when needed, at most one per processor.
 
-    An answer that exceeds a limit or ends its process scores 0, and so does a reward that is not from 0 to 1. The
-    answer shares its process with the reward and the row: it can do no harm, but it could read the right answer and
-    state its own reward.
+    An answer that exceeds a limit or ends its process scores 0, and so does a reward that is not from 0 to 1. After an
+    exception of the reward it is not scored. The answer shares its process with the reward and the row: it can do no
+    harm, but it could read the right answer and state its own reward.
 
     Args:
         reward: a function of a module, or another object that pickle can send to a worker.

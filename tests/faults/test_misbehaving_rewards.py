@@ -15,9 +15,8 @@ from waiting import until
 
 from rlkit import runs
 from rlkit.data import prompt_sample
-from rlkit.rewards import combine, isolated, score, score_parts
-from rlkit.rewards.isolated import sandboxed
-from rlkit.rewards.named import REWARDS
+from rlkit.rewards import combine, isolated, sandboxed, score, score_parts
+from rlkit.rewards.named import REWARDS, reward_named
 from rlkit.rewards.sandbox import SandboxError, check_isolation
 from rlkit.runs.options import RewardOptions, TaskOptions
 
@@ -174,6 +173,19 @@ def test_an_error_of_a_sandboxed_reward_is_named(executing):
         executing("row['none']", ROW)
     with pytest.raises(ValueError, match="sandboxed: expected a function of a module, which a worker can import"):
         sandboxed(lambda text, row: 1.0)
+
+
+def test_a_sandboxed_reward_of_a_file(executing, tmp_path):
+    (tmp_path / "my_evaluated.py").write_text(
+        "from rlkit.rewards import sandboxed\n"
+        "def evaluated(text, row):\n    return float(eval(text) == row['answer'])\n"
+        "reward = sandboxed(evaluated)\n"
+    )
+    reward = reward_named(f"{tmp_path}/my_evaluated.py:reward")
+    assert [reward(text, {"answer": 4}) for text in ("2 + 2", "2 + 3")] == [1.0, 0.0]
+    with pytest.raises(RuntimeError, match="reward evaluated: PermissionError"):
+        reward(f"open({str(tmp_path / 'made')!r}, 'w')", {"answer": 4})
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_sandboxed_reward_imports_more_of_its_packages():
