@@ -421,7 +421,7 @@ for _ in range(2):
 @pytest.mark.parametrize(
     ("old", "new", "holes"),
     [
-        ("landlock(libc, readable, os.getcwd())", "pass", ["read", "write", "create", "proc"]),
+        ("landlock(libc, readable, writable)", "pass", ["read", "write", "create", "proc"]),
         (
             "return [*code, answer(refuse)]",
             "return [answer(allow)]",
