@@ -136,21 +136,24 @@ class Verifier:
     ) -> None:
         self.arguments = (name, task, settings, exact, sandbox)
         self.dataset, self.exact = _dataset(name, task, settings), exact
-        self.score_answer: Callable[[str, Any], float | None] = self.dataset.score_answer
-        if executes_answers(self.dataset) if sandbox is None else sandbox:
+        self.sandbox = executes_answers(self.dataset) if sandbox is None else sandbox
+        self.score_answer: Callable[[str, Any], Any] = self.dataset.score_answer
+        if self.sandbox:
             _check_isolation(name)
             self.score_answer = sandboxed(self.score_answer)
 
-    def __call__(self, text: str, row: Row) -> float | None:
+    def __call__(self, text: str, row: Row) -> float:
         text = text.rpartition(thinking_tags_of(row)[1])[2]
         before, tag, _ = text.rpartition("</answer>")
         answer = before.rpartition("<answer>")[2] if tag else text
         entry = row["entry"]
         try:
-            score = self.score_answer(answer.strip(), entry)
+            score = float(self.score_answer(answer.strip(), entry))
         except UNREADABLE_ANSWER:
+            if self.sandbox:  # an error of the sandbox itself, not of the answer
+                raise
             return 0.0
-        return score if score is None or not self.exact else float(score >= 1)
+        return float(score >= 1) if self.exact else score
 
     def __reduce__(self) -> tuple[Any, ...]:  # a worker of --isolate_reward has a dataset of its own
         return Verifier, self.arguments

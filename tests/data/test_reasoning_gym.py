@@ -137,6 +137,15 @@ def test_an_answer_that_takes_forever_scores_0():
     assert rewards == [0, 1]
 
 
+@needs_isolation
+def test_a_worker_that_does_not_start_is_no_fault_of_the_answer(tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text("print('\"no memory\"')")
+    monkeypatch.setattr(sys.modules["rlkit.rewards.isolated"], "WORKER", str(tmp_path / "worker.py"))
+    task = load_task("reasoning_gym:countdown,rows=2,heldout=1")
+    with pytest.raises(ValueError, match="expected a reward that a worker can import, got: no memory"):
+        task.reward("1 + 1", task.train[0])
+
+
 SEES_WHAT_IS_EXECUTED = """
 import sys
 from reasoning_gym.factory import DATASETS
