@@ -58,9 +58,11 @@ OWN = {
     "rlkit.advantages": {"rlkit.advantages", "rlkit._check", "rlkit._numerics"},
     "rlkit.data": {
         "rlkit.data",
+        "rlkit.rewards.isolated",
         "rlkit.rewards.maths",
         "rlkit.rewards.named",
         "rlkit.rewards.rules",
+        "rlkit.rewards.sandbox",
     },  # tasks name their rewards
     "rlkit.data.samples": {"rlkit.data.media", "rlkit.data.placeholders", "rlkit.data.vision_tensors"},
     "rlkit.data.media": set(),

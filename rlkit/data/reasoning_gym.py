@@ -9,12 +9,15 @@ Rows are generated when they are asked for, without a download. Settings of this
 - `level`: of reasoning-gym's curriculum, from 0; each attribute is at this level, or at its last one.
 - `rows`, `heldout`: how many rows to train on (10,000) and to hold out (200).
 - `exact`: True for a reward of 1 where the verifier's score is 1, and 0 elsewhere; by default the score is the reward.
+- `sandbox`: whether answers are scored in the sandbox; by default where the verifier executes them as Python.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import os
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -26,11 +29,24 @@ from rlkit.data.samples import Row
 from rlkit.data.tables import Rows
 from rlkit.data.tasks import Task
 from rlkit.data.thinking_tags import thinking_tags_of
+from rlkit.rewards.isolated import sandboxed
+from rlkit.rewards.sandbox import SandboxError, check_isolation
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Put your final answer between <answer> and </answer>."
 TRAIN_SEED, HELD_OUT_SEED = 0, 10**9  # row i is made from seed + i, so these two never meet
 TRIES = 100
+# what a verifier raises for an answer of a form that it does not expect
+UNREADABLE_ANSWER = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 # tasks of reasoning-gym 0.1.25 whose rows seed and index do not determine, as a comparison of all tasks has shown
 DRAWS_FROM_GLOBAL_RANDOM = {"list_functions"}
@@ -62,17 +78,14 @@ def reasoning_gym_task(name: str) -> Task:
     _check_rows_are_reproducible(name, task)
     settings = dict(_setting(name, part) for part in parts)
     known = [one.name for one in fields(DATASETS[task][1]) if one.name not in ("seed", "size")]
-    known = ["level", "rows", "heldout", "exact", *known]
+    known = ["level", "rows", "heldout", "exact", "sandbox", *known]
     if unknown := [key for key in settings if key not in known]:
         raise ValueError(f"task {name!r}: expected settings among {', '.join(known)}, got {unknown[0]!r}")
     count, held = (_count(name, settings, key, default) for key, default in (("rows", 10_000), ("heldout", 200)))
-    if not isinstance(exact := settings.pop("exact", False), bool):
-        raise ValueError(f"task {name!r}: exact: expected True or False, got {exact!r}")
+    exact, sandbox = (_switch(name, settings, key, default) for key, default in (("exact", False), ("sandbox", None)))
     settings = _with_level(name, task, settings)
-    train, heldout = (
-        _dataset(name, task, {**settings, "seed": seed, "size": size})
-        for seed, size in ((TRAIN_SEED, count), (HELD_OUT_SEED, held))
-    )
+    reward = Verifier(name, task, {**settings, "seed": TRAIN_SEED, "size": count}, bool(exact), sandbox)
+    train, heldout = reward.dataset, _dataset(name, task, {**settings, "seed": HELD_OUT_SEED, "size": held})
     held_rows = [_row(f"{name} held-out row {i + 1}", heldout[i]) for i in range(held)]
     held_questions = {row["question"] for row in held_rows}
 
@@ -89,7 +102,7 @@ def reasoning_gym_task(name: str) -> Task:
             f"task {name!r}: heldout: expected questions to be left for training, got {held} held-out rows with "
             f"the questions of {TRIES} training rows; lower it, or raise the level"
         )
-    return Task(task, Rows(row, np.arange(count)), held_rows, verifier(train.score_answer, exact=exact))
+    return Task(task, Rows(row, np.arange(count)), held_rows, reward)
 
 
 def _check_rows_are_reproducible(name: str, task: str) -> None:
@@ -106,25 +119,64 @@ def _check_rows_are_reproducible(name: str, task: str) -> None:
         )
 
 
-def verifier(score_answer: Callable[..., float], *, exact: bool = False) -> Callable[[str, Row], float]:
+class Verifier:
     """A reward that has reasoning-gym score the answer between the last <answer> and </answer>, or else the whole text.
 
     Only the text after the last closing tag of the row's `thinking_tags` counts. An `<answer>` that is missing in front
-    may be the prompt's.
+    may be the prompt's. An answer that the verifier cannot read, so that it raises an error, scores 0.
 
     Args:
-        score_answer: (answer, entry of reasoning-gym) -> score from 0 to 1.
+        name, task, settings: as `_dataset` takes them.
         exact: the reward is 1 for a score of 1, and 0 for all others.
+        sandbox: score in restricted processes; by default if the verifier executes the answer.
     """
 
-    def reward(text: str, row: Row) -> float:
+    def __init__(
+        self, name: str, task: str, settings: dict[str, Any], exact: bool = False, sandbox: bool | None = None
+    ) -> None:
+        self.arguments = (name, task, settings, exact, sandbox)
+        self.dataset, self.exact = _dataset(name, task, settings), exact
+        self.sandbox = executes_answers(self.dataset) if sandbox is None else sandbox
+        self.score_answer: Callable[[str, Any], Any] = self.dataset.score_answer
+        if self.sandbox:
+            _check_isolation(name)
+            self.score_answer = sandboxed(self.score_answer)
+
+    def __call__(self, text: str, row: Row) -> float:
         text = text.rpartition(thinking_tags_of(row)[1])[2]
         before, tag, _ = text.rpartition("</answer>")
         answer = before.rpartition("<answer>")[2] if tag else text
-        score = float(score_answer(answer.strip(), row["entry"]))
-        return float(score >= 1) if exact else score
+        entry = row["entry"]
+        try:
+            score = float(self.score_answer(answer.strip(), entry))
+        except UNREADABLE_ANSWER:
+            if self.sandbox:  # an error of the sandbox itself, not of the answer
+                raise
+            return 0.0
+        return float(score >= 1) if self.exact else score
 
-    return reward
+    def __reduce__(self) -> tuple[Any, ...]:  # a worker of --isolate_reward has a dataset of its own
+        return Verifier, self.arguments
+
+    def __repr__(self) -> str:
+        return f"the verifier of {self.arguments[0]}"
+
+
+def executes_answers(dataset: Any) -> bool:
+    """Whether a task's verifier calls `eval`, `exec`, or sympy's `parse_expr` or `sympify`, which call `eval`, with
+    anything but its own entry."""
+    code = inspect.getsource(type(dataset).score_answer)
+    return re.search(r"\b(eval|exec|parse_expr|sympify)\((?!entry\b)", code) is not None
+
+
+def _check_isolation(name: str) -> None:
+    try:
+        check_isolation()
+    except SandboxError as error:
+        raise ValueError(
+            f"task {name!r}: expected a machine with rlkit's sandbox, as this task's verifier executes answers as "
+            f"Python, got: {error}; the setting sandbox=False executes them with all of your rights"
+        ) from error
 
 
 def _row(where: str, entry: Any) -> dict[str, Any]:
@@ -147,6 +199,13 @@ def _count(name: str, settings: dict[str, Any], key: str, default: int) -> int:
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"task {name!r}: {key}: expected a whole number of at least 1, got {count!r}")
     return count
+
+
+def _switch(name: str, settings: dict[str, Any], key: str, default: bool | None) -> bool | None:
+    switch = settings.pop(key, default)
+    if not isinstance(switch, bool | None):
+        raise ValueError(f"task {name!r}: {key}: expected True or False, got {switch!r}")
+    return switch
 
 
 def _with_level(name: str, task: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,13 @@ A bundle is a folder such as `rollouts/step_12`. Each data-parallel rank writes 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
 import math
+import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,8 +114,6 @@ def write_bundle(path: str | Path, bundle: Bundle, *, rank: int = 0, ranks: int 
     Raises:
         OSError: a file cannot be written.
     """
-    from safetensors.torch import save_file
-
     folder, tensors = Path(path), _Tensors()
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[Any] = []
@@ -127,7 +128,7 @@ def write_bundle(path: str | Path, bundle: Bundle, *, rank: int = 0, ranks: int 
     }
     file = folder / f"rank_{rank}.safetensors"
     part = file.with_suffix(".part")
-    save_file(tensors.by_name, part)
+    _save_tensors(tensors.by_name, part)
     content["tensors_sha256"] = _file_sha256(part)
     content = json.loads(json.dumps(content, default=str))  # checksum what a reader will parse
     content["sha256"] = _content_sha256(content)
@@ -135,6 +136,17 @@ def write_bundle(path: str | Path, bundle: Bundle, *, rank: int = 0, ranks: int 
     part.replace(file)
     part.write_text(json.dumps(content))
     part.replace(folder / f"rank_{rank}.json")
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # such as "I/O error: No space left on device (os error 28)"
+        code = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(code[1]) if code else errno.EIO, str(error), str(path)) from error
 
 
 _PLAIN = ("step", "origin", "recipe", "recipe_sha256", "task", "options", "versions")
@@ -283,10 +295,16 @@ def _image_from_json(image: Any) -> int | Expansion:
 
 
 def _row_to_json(row: Any, tensors: _Tensors) -> Any:
-    """A data row as JSON. Images and bytes become names of tensors, and other objects that JSON lacks become str(x)."""
+    """A data row as JSON. What JSON lacks is a mapping with one of `_TAGS`: tuples, sets, mappings with keys that are
+    no text, bytes, images. Arrays become lists, and other objects str(x)."""
     if isinstance(row, Mapping):
-        return {str(key): _row_to_json(x, tensors) for key, x in row.items()}
-    if isinstance(row, list | tuple):
+        if all(isinstance(key, str) for key in row) and not _is_tagged(row):
+            return {key: _row_to_json(x, tensors) for key, x in row.items()}
+        return {_MAPPING: [[_row_to_json(key, tensors), _row_to_json(x, tensors)] for key, x in row.items()]}
+    for kind, tag in _COLLECTIONS.items():
+        if isinstance(row, kind):
+            return {tag: [_row_to_json(x, tensors) for x in row]}
+    if isinstance(row, list):
         return [_row_to_json(x, tensors) for x in row]
     if row is None or isinstance(row, bool | int | float | str):
         return row
@@ -295,17 +313,41 @@ def _row_to_json(row: Any, tensors: _Tensors) -> Any:
     if isinstance(row, bytes):
         return {_BYTES: tensors.add_once(_bytes_tensor(row))}
     if hasattr(row, "tobytes") and hasattr(row, "mode"):  # a PIL image
-        file = io.BytesIO()
-        row.save(file, "PNG")
-        return {_PNG: tensors.add_once(_bytes_tensor(file.getvalue()))}
+        return _picture_to_json(row, tensors)
     return str(row)
+
+
+def _picture_to_json(image: Any, tensors: _Tensors) -> dict[str, Any]:
+    """A PIL image with its EXIF data, by which it is turned when it is read."""
+    exif = _exif(image)
+    if image.mode in _PNG_MODES:
+        file = io.BytesIO()
+        image.save(file, "PNG", exif=exif)
+        return {_PNG: tensors.add_once(_bytes_tensor(file.getvalue()))}
+    facts = {"mode": image.mode, "size": image.size, "palette": image.getpalette("RGBA"), "exif": exif}
+    return {_PIXELS: [tensors.add_once(_bytes_tensor(image.tobytes())), _row_to_json(facts, tensors)]}
+
+
+def _exif(image: Any) -> bytes:
+    try:
+        return image.getexif().tobytes() if image.getexif() else b""
+    except (struct.error, TypeError, ValueError):  # data of a wrong type, as its camera wrote them
+        return image.info.get("exif", b"")
 
 
 def _bytes_tensor(data: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))  # torch.frombuffer refuses empty data
 
 
-_PNG, _BYTES = "png tensor", "bytes tensor"
+_PNG, _PIXELS, _BYTES = "png tensor", "pixels tensor", "bytes tensor"
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # those that PNG gives back; pixels of others are saved as is
+_MAPPING = "python mapping"
+_COLLECTIONS = {tuple: "python tuple", set: "python set", frozenset: "python frozenset"}
+_TAGS = {_PNG, _PIXELS, _BYTES, _MAPPING, *_COLLECTIONS.values()}
+
+
+def _is_tagged(row: Mapping[Any, Any]) -> bool:
+    return len(row) == 1 and not _TAGS.isdisjoint(row)
 
 
 def _restored(row: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -313,15 +355,33 @@ def _restored(row: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [_restored(x, tensors) for x in row]
     if not isinstance(row, dict):
         return row
-    if set(row) == {_BYTES}:
-        return tensors[row[_BYTES]].numpy().tobytes()
-    if set(row) == {_PNG}:
-        from PIL import Image
+    if not _is_tagged(row):
+        return {key: _restored(x, tensors) for key, x in row.items()}
+    ((tag, content),) = row.items()
+    if tag == _BYTES:
+        return tensors[content].numpy().tobytes()
+    if tag in (_PNG, _PIXELS):
+        return _restored_picture(content, tensors)
+    parts = _restored(content, tensors)
+    if tag == _MAPPING:
+        return dict(parts)
+    return next(kind for kind, name in _COLLECTIONS.items() if name == tag)(parts)
 
-        image = Image.open(io.BytesIO(tensors[row[_PNG]].numpy().tobytes()))
+
+def _restored_picture(content: Any, tensors: Mapping[str, Tensor]) -> Any:
+    from PIL import Image
+
+    if isinstance(content, str):
+        image: Image.Image = Image.open(io.BytesIO(tensors[content].numpy().tobytes()))
         image.load()
         return image
-    return {key: _restored(x, tensors) for key, x in row.items()}
+    name, facts = content[0], _restored(content[1], tensors)
+    image = Image.frombytes(facts["mode"], tuple(facts["size"]), tensors[name].numpy().tobytes())
+    if facts["palette"]:
+        image.putpalette(facts["palette"], "RGBA")
+    if facts["exif"]:
+        image.info["exif"] = facts["exif"]
+    return image
 
 
 def _update_to_json(update: Update, name: str, tensors: _Tensors) -> dict[str, Any]:

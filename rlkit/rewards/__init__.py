@@ -2,7 +2,7 @@
 sampled."""
 
 from rlkit.rewards.async_scoring import RewardScorer, score_as_written
-from rlkit.rewards.isolated import isolated
+from rlkit.rewards.isolated import isolated, sandboxed
 from rlkit.rewards.judge import chat_judge, model_scores
 from rlkit.rewards.maths import boxed_match, maths_reward
 from rlkit.rewards.named import reward_named
@@ -51,6 +51,7 @@ __all__ = [
     "repetition",
     "reward_named",
     "reward_stats",
+    "sandboxed",
     "score",
     "score_as_written",
     "score_parts",

@@ -177,8 +177,9 @@ def _start(folder: Path, program: str, stdin: str, settings: list[Any]) -> subpr
         for name, text in {"program.py": program, "stdin": stdin, "stdout": "", "stderr": ""}.items():
             (folder / name).write_text(text, errors="replace")
         with open(folder / "stdin") as file, open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
+            arguments = [*map(str, settings), str(said_ready), *readable_paths()]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-s", "-S", "-B", INSIDE, *map(str, settings), str(said_ready), *_readable()],
+                [sys.executable, "-P", "-s", "-S", "-B", INSIDE, *arguments],
                 stdin=file,
                 stdout=out,
                 stderr=err,
@@ -208,8 +209,8 @@ def processor_seconds(pid: int) -> float:
     return time.clock_gettime(~pid << 3 | 2)  # the kernel's number for that clock
 
 
-def _readable() -> list[str]:
-    """The standard library, and the shared libraries that it loads."""
+def readable_paths() -> list[str]:
+    """What a restricted process may read: the standard library, and the shared libraries that it loads."""
     python_folders = [
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("platstdlib"),

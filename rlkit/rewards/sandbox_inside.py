@@ -113,7 +113,7 @@ def canonical(value: object) -> str:
 
 def main(call: str, seconds: float, memory: int, output: int, said_ready: int, readable: list[str]) -> None:
     try:
-        restrict(seconds, memory, output, readable)
+        restrict(int(seconds) + 2, memory, output, readable, os.getcwd())
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     os.write(said_ready, b"1")  # nothing that the program does can unsay it
@@ -132,8 +132,8 @@ def main(call: str, seconds: float, memory: int, output: int, said_ready: int, r
             file.write(value)
 
 
-def restrict(seconds: float, memory: int, output: int, readable: list[str]) -> None:
-    """Hold this process to what the module says, for good."""
+def restrict(seconds: int, memory: int, output: int, readable: list[str], writable: str | None) -> None:
+    """Hold this process to what the module says, for good; without a `writable` folder it can create no file."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def prctl(name: str, option: int, first: int, second: int | bytes = 0) -> None:
@@ -142,7 +142,7 @@ def restrict(seconds: float, memory: int, output: int, readable: list[str]) -> N
 
     prctl("PR_SET_PDEATHSIG", 1, signal.SIGKILL)  # it dies with what started it
     for which, most in {
-        resource.RLIMIT_CPU: int(seconds) + 2,
+        resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_FSIZE: output,
         resource.RLIMIT_NOFILE: 64,
@@ -152,20 +152,21 @@ def restrict(seconds: float, memory: int, output: int, readable: list[str]) -> N
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     checked("capset", libc.syscall(CAPSET, header, bytes(24)))
     prctl("PR_SET_NO_NEW_PRIVS", 38, 1)
-    landlock(libc, readable, os.getcwd())
+    landlock(libc, readable, writable)
     code = system_call_filter(os.getpid())
     buffer = ctypes.create_string_buffer(b"".join(code))
     prctl("PR_SET_SECCOMP", 22, 2, struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer)))
 
 
-def landlock(libc: ctypes.CDLL, readable: list[str], writable: str) -> None:
+def landlock(libc: ctypes.CDLL, readable: list[str], writable: str | None) -> None:
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if version < 3:  # 1 and 2 let a file that may be read be cut short
         raise OSError(f"expected Landlock version 3 (Linux 6.2), got {max(version, 0)}")
     write_file, read_file, read_dir, make_reg, truncate = (1 << bit for bit in (1, 2, 3, 8, 14))
     rules = checked("Landlock", libc.syscall(LANDLOCK_CREATE, struct.pack("Q", (1 << 15) - 1), ctypes.c_size_t(8), 0))
     granted = {path: read_file | (read_dir if os.path.isdir(path) else 0) for path in readable if os.path.exists(path)}
-    granted[writable] = read_file | read_dir | write_file | make_reg | truncate
+    if writable is not None:
+        granted[writable] = read_file | read_dir | write_file | make_reg | truncate
     for path, rights in granted.items():
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         checked(f"Landlock on {path}", libc.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, place), 0))

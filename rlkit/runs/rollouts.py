@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import inspect
 import math
@@ -165,7 +166,9 @@ def save_rollouts(cfg: Any, run: Run, step: int, engines: Mapping[str, Any]) -> 
             place = bundle_path(run.out / FOLDER, step)
             write_bundle(place, bundle, rank=first.data_parallel_rank, ranks=first.data_parallel_size)
         except OSError as error:
-            run.stop(f"rollouts: expected room for those of this step in {run.out / FOLDER}, got: {error}")
+            no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            expected = "room for those of this step in" if no_room else "to write those of this step to"
+            run.stop(f"rollouts: expected {expected} {run.out / FOLDER}, got: {error}")
 
 
 def _recipe_of(cfg: Any) -> str:

@@ -6,8 +6,17 @@ import sys
 
 import pytest
 
-from rlkit.data import load_task, with_prompt
-from rlkit.data.reasoning_gym import DEPEND_ON_HASHES, verifier
+from rlkit.data import load_task, prompt_sample, with_prompt
+from rlkit.data.reasoning_gym import DEPEND_ON_HASHES, DRAWS_FROM_GLOBAL_RANDOM
+from rlkit.rewards import isolated, score
+from rlkit.rewards.sandbox import SandboxError, check_isolation
+
+try:
+    check_isolation()
+    CAN_ISOLATE = True
+except SandboxError:
+    CAN_ISOLATE = False
+needs_isolation = pytest.mark.skipif(not CAN_ISOLATE, reason="the machine has no sandbox")
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "countdown"])
@@ -74,7 +83,7 @@ def test_a_prefix_may_open_the_answer():
     task = with_prompt(load_task("reasoning_gym:chain_sum,rows=5,heldout=2"), answer_prefix="<answer>")
     row = task.train[0]
     assert row["answer_prefix"] == "<answer>" and task.reward(f"{row['answer']}</answer>", row) == 1
-    assert verifier(lambda text, entry: float(text == "a"))("a</answer> b", {"entry": {}}) == 1
+    assert task.reward(f"{row['answer']}</answer> b", row) == 1
 
 
 @pytest.mark.parametrize(
@@ -86,8 +95,12 @@ def test_a_prefix_may_open_the_answer():
         ("chain_sum,level=99", "level: expected 0 to 10, got 99"),
         ("chain_sum,level=hard", "level: expected 0 to 10, got 'hard'"),
         ("chain_sum,rows=0", "rows: expected a whole number of at least 1, got 0"),
-        ("chain_sum,terms=3", "expected settings among level, rows, heldout, exact, min_terms, .*, got 'terms'"),
+        (
+            "chain_sum,terms=3",
+            "expected settings among level, rows, heldout, exact, sandbox, min_terms, .*, got 'terms'",
+        ),
         ("chain_sum,exact=1", "exact: expected True or False, got 1"),
+        ("chain_sum,sandbox=no", "sandbox: expected True or False, got 'no'"),
         ("chain_sum,seed=3", "expected settings among .*, got 'seed'"),
         ("chain_sum,min_terms=9", "expected settings that fit together, got: max_terms must be >= min_terms"),
     ],
@@ -95,6 +108,122 @@ def test_a_prefix_may_open_the_answer():
 def test_what_cannot_be_used_is_named(name, message):
     with pytest.raises(ValueError, match=f"^task 'reasoning_gym:{name}': {message}$"):
         load_task(f"reasoning_gym:{name}")
+
+
+# --- verifiers that execute the answer
+
+EXECUTING = (
+    "binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24 simple_integration "
+    "spiral_matrix string_insertion"
+).split()
+
+
+@needs_isolation
+@pytest.mark.parametrize("name", EXECUTING)
+def test_an_answer_cannot_act_in_the_trainer(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    task = load_task(f"reasoning_gym:{name},rows=2,heldout=1")
+    row, touch = task.train[0], f"__import__('os').system('touch {tmp_path}/made')"
+    assert max(task.reward(text, row) for text in (touch, f"[{touch}]", f"{{1: {touch}}}")) < 0.2
+    assert not list(tmp_path.iterdir())
+    assert task.reward(f"<answer>{row['answer']}</answer>", row) == 1
+
+
+@needs_isolation
+def test_an_answer_that_takes_forever_scores_0():
+    task = load_task("reasoning_gym:countdown,rows=2,heldout=1")
+    task.reward.score_answer.seconds = 0.5
+    rewards = [task.reward(text, task.train[0]) for text in ("9**9**9**9", task.train[0]["answer"])]
+    assert rewards == [0, 1]
+
+
+@needs_isolation
+def test_a_worker_that_does_not_start_is_no_fault_of_the_answer(tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text("print('\"no memory\"')")
+    monkeypatch.setattr(sys.modules["rlkit.rewards.isolated"], "WORKER", str(tmp_path / "worker.py"))
+    task = load_task("reasoning_gym:countdown,rows=2,heldout=1")
+    with pytest.raises(ValueError, match="expected a reward that a worker can import, got: no memory"):
+        task.reward("1 + 1", task.train[0])
+
+
+SEES_WHAT_IS_EXECUTED = """
+import sys
+from reasoning_gym.factory import DATASETS
+from rlkit.data import reasoning_gym
+from rlkit.rewards.isolated import SandboxedReward
+
+executed, sandboxed = set(), set()
+reasoning_gym.check_isolation = lambda: None  # nothing is scored in the sandbox here
+
+def hook(event, arguments):
+    if event == "exec" and isinstance(arguments[0], type(hook.__code__)):
+        if "the_answer" in (*arguments[0].co_names, *arguments[0].co_consts):  # sympy makes Symbol('the_answer') of it
+            executed.add(task)
+
+sys.addaudithook(hook)
+for task in sorted(set(DATASETS) - set(sys.argv[1:])):
+    made = reasoning_gym.reasoning_gym_task(f"reasoning_gym:{task},rows=2,heldout=1,sandbox=False")
+    row = made.train[0]
+    for answer in ("the_answer", "[the_answer]", "{1: the_answer}", "the_answer + x", f"{row['answer']} + the_answer"):
+        made.reward(answer, row)
+    arguments = made.reward.arguments[:3]
+    if isinstance(reasoning_gym.Verifier(*arguments).score_answer, SandboxedReward):
+        sandboxed.add(task)
+print()  # some tasks print dots
+print(*sorted(executed))
+print(*sorted(sandboxed))
+"""
+
+
+def test_the_verifiers_that_execute_answers_are_found_and_no_others():
+    """Python itself reports, for every task of the installed reasoning-gym, whether a name in an answer is executed."""
+    cannot_be_made = {"composite", *DRAWS_FROM_GLOBAL_RANDOM}
+    done = subprocess.run(
+        [sys.executable, "-c", SEES_WHAT_IS_EXECUTED, *cannot_be_made],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+    )
+    executed, sandboxed = done.stdout.splitlines()[-2:]
+    assert executed.split() == sandboxed.split() == EXECUTING, done.stderr
+
+
+def test_a_machine_without_a_sandbox_refuses_such_a_task(monkeypatch):
+    def cannot():
+        raise SandboxError("cannot isolate programs: expected Linux on x86-64, got darwin arm64")
+
+    monkeypatch.setattr("rlkit.data.reasoning_gym.check_isolation", cannot)
+    load_task("reasoning_gym:chain_sum,rows=2,heldout=1")
+    said = "'reasoning_gym:countdown': .* executes answers as Python, got: .* darwin arm64; the setting sandbox=False"
+    with pytest.raises(ValueError, match=said):
+        load_task("reasoning_gym:countdown")
+    task = load_task("reasoning_gym:countdown,rows=2,heldout=1,sandbox=False")
+    assert task.reward(task.train[0]["answer"], task.train[0]) == 1
+
+
+@pytest.mark.parametrize("name", ["chain_sum", pytest.param("countdown", marks=needs_isolation)])
+def test_the_reward_can_be_isolated(name):
+    task = load_task(f"reasoning_gym:{name},rows=2,heldout=1")
+    reward, row = isolated(task.reward), task.train[0]
+    assert [reward(text, row) for text in (row["answer"], f"<answer>{row['answer']}</answer>")] == [1, 1]
+    assert reward("nothing", row) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("prime_factorization", ["2 x 3", "2^3", "It is prime.", "7"]),
+        ("boxnet", ["[1]", "0", "{}"]),
+        ("game_of_life", ["{}", "[]", "1"]),
+    ],
+)
+def test_an_answer_of_another_form_scores_0(name, answers):
+    task = load_task(f"reasoning_gym:{name},rows=2,heldout=1")
+    samples = [prompt_sample([1], text=f"<answer>{text}</answer>", row=task.train[0]) for text in answers]
+    rewards = score(task.reward, samples)
+    assert rewards.nan_to_num(-1).min() >= 0 and rewards.max() < 0.2
+    with pytest.raises(KeyError, match="entry"):
+        task.reward("7", {"question": "?"})  # what is missing in the row is no fault of the answer
 
 
 def test_tasks_whose_rows_differ_between_processes_are_refused(monkeypatch):

@@ -1,9 +1,13 @@
 """Rewards as somebody may write them; `test_misbehaving_rewards.py` runs them in worker processes."""
 
+import contextlib
 import ctypes
+import io
 import os
 import sys
 import time
+
+import PIL  # noqa: F401, `importing_later` imports more of it
 
 kept = []
 
@@ -60,6 +64,21 @@ def on_ill_text(text, row):
         case "close":
             os.closerange(3, 64)
     return float(text == row["answer"])
+
+
+def executing(text, row):
+    """Executes the answer, which may set its reward; otherwise 1 if it prints ESCAPED or the row's secret, else 0."""
+    names, printed = {"row": row}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(text, names)
+    leaked = "ESCAPED" in printed.getvalue() or row.get("secret", "ESCAPED") in printed.getvalue()
+    return names.get("reward", float(leaked))
+
+
+def importing_later(text, row):
+    from PIL import ImageChops
+
+    return float(ImageChops.__name__ == "PIL.ImageChops")
 
 
 def with_the_process_id(text, row):

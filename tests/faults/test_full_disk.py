@@ -107,6 +107,15 @@ print("extra:", checkpoint.read_manifest(disk / "run" / "checkpoints" / "step_9"
 from safetensors.torch import load_file
 print("loaded:", load_file(disk / "run" / "model" / "adapter_model.safetensors")["w3"].mean())
 """
+ROLLOUTS = """
+from rlkit.replay.bundles import Bundle, Update, write_bundle
+update = Update("checkpoints", {"mask": torch.ones(250_000)}, {})
+fill(300_000)
+try:
+    write_bundle(disk / "step_0", Bundle(0, updates=[update]))
+except OSError as error:
+    print("rollouts:", error.errno, error)
+"""
 READ_ONLY = """
 release_directory(claim_directory(str(disk / "run"), "x", resume=False))
 os.system(f"mount -o remount,ro {disk}")
@@ -116,7 +125,7 @@ for name in ("run", "other", ""):
     except ValueError as error:
         print(error)
 """
-PARTS = {"full": FULL, "save": SAVE, "run": RUN, "export": EXPORT}
+PARTS = {"full": FULL, "save": SAVE, "run": RUN, "export": EXPORT, "rollouts": ROLLOUTS}
 PARTS |= {"read-only": READ_ONLY}  # nothing can be removed after this
 EMPTY = """
 for path in disk.iterdir():
@@ -188,3 +197,8 @@ def test_the_probe_is_what_finds_it(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert claim_directory(str(tmp_path / "run"), "x", resume=False) == tmp_path / "run"
     assert not [path for path in (tmp_path / "run").iterdir() if "probe" in path.name]
+
+
+def test_a_bundle_that_does_not_fit_is_an_error_of_the_disk(said):
+    assert f"rollouts: {errno.ENOSPC} " in said["rollouts"] and "No space left on device" in said["rollouts"]
+    assert f"{said['disk']}/step_0/rank_0.part" in said["rollouts"]

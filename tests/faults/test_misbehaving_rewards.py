@@ -15,8 +15,9 @@ from waiting import until
 
 from rlkit import runs
 from rlkit.data import prompt_sample
-from rlkit.rewards import combine, isolated, score, score_parts
-from rlkit.rewards.named import REWARDS
+from rlkit.rewards import combine, isolated, sandboxed, score, score_parts
+from rlkit.rewards.named import REWARDS, reward_named
+from rlkit.rewards.sandbox import SandboxError, check_isolation
 from rlkit.runs.options import RewardOptions, TaskOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -124,6 +125,82 @@ def test_a_reward_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gone", misbehaving_rewards)
     with pytest.raises(ValueError, match="that a worker can import, got: ModuleNotFoundError: No module named 'gone'"):
         isolated(misbehaving_rewards.well)
+
+
+# --- rewards that execute the answer
+
+
+@pytest.fixture(scope="module")
+def executing():
+    try:
+        check_isolation()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    return sandboxed(misbehaving_rewards.executing, seconds=0.5, memory=128 << 20)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9**9**9**9",
+        "while True: pass",
+        "try:\n    while True: pass\nexcept BaseException:\n    while True: pass",
+        "import time; time.sleep(1000)",
+        "import os; os._exit(0)",
+        "exit()",
+        "raise KeyboardInterrupt",
+        "import os; os.kill(os.getpid(), 9)",
+        "import ctypes; ctypes.string_at(0)",
+        "x = bytearray(10 << 30)",
+        "x = []\nwhile True: x.append(bytearray(64 << 20))",
+        "import os; os.closerange(0, 64)",
+        "reward = 2.0",
+        "reward = -1.0",
+        "reward = float('nan')",
+    ],
+)
+def test_an_answer_that_breaks_its_scoring_scores_0(executing, text):
+    assert [executing(one, ROW) for one in (text, "reward = 0.25")] == [0.0, 0.25]
+
+
+def test_an_answer_changes_nothing_for_the_next_one(executing):
+    executing("import builtins, json, sys; builtins.float = lambda x: 1.0; sys.modules.clear(); json.dumps = None", ROW)
+    assert executing("reward = float('0.5')", ROW) == 0.5
+
+
+def test_an_error_of_a_sandboxed_reward_is_named(executing):
+    with pytest.raises(RuntimeError, match=r"reward executing: KeyError: 'none' \(<string>, line 1\)"):
+        executing("row['none']", ROW)
+    with pytest.raises(ValueError, match="sandboxed: expected a function of a module, which a worker can import"):
+        sandboxed(lambda text, row: 1.0)
+
+
+def test_a_sandboxed_reward_of_a_file(executing, tmp_path):
+    (tmp_path / "my_evaluated.py").write_text(
+        "from rlkit.rewards import sandboxed\n"
+        "def evaluated(text, row):\n    return float(eval(text) == row['answer'])\n"
+        "reward = sandboxed(evaluated)\n"
+    )
+    reward = reward_named(f"{tmp_path}/my_evaluated.py:reward")
+    assert [reward(text, {"answer": 4}) for text in ("2 + 2", "2 + 3")] == [1.0, 0.0]
+    with pytest.raises(RuntimeError, match="reward evaluated: PermissionError"):
+        reward(f"open({str(tmp_path / 'made')!r}, 'w')", {"answer": 4})
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_sandboxed_reward_imports_more_of_its_packages():
+    """Modules that an imported package loads later, as sympy does."""
+    reward = sandboxed(misbehaving_rewards.importing_later)
+    assert reward("", ROW) == 1.0
+
+
+def test_nothing_runs_where_the_machine_cannot_isolate(monkeypatch):
+    def cannot():
+        raise SandboxError("cannot isolate programs: expected Linux on x86-64, got darwin arm64")
+
+    monkeypatch.setattr(sys.modules["rlkit.rewards.isolated"], "check_isolation", cannot)
+    with pytest.raises(SandboxError, match="darwin"):
+        sandboxed(misbehaving_rewards.executing)("reward = 1.0", ROW)
 
 
 @pytest.mark.parametrize("name", REWARDS)

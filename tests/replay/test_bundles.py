@@ -1,16 +1,27 @@
 """The files of a bundle: what is read is what was written, and damage is named."""
 
+import errno
+import hashlib
+import io
 import json
 import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
+from safetensors.torch import load_file, save_file
 
+from rlkit.data import load_task
 from rlkit.data.placeholders import Expansion
 from rlkit.data.samples import append_response, prompt_sample
 from rlkit.replay.bundles import Bundle, Draw, Update, bundle_path, bundle_steps, read_bundle, write_bundle
+from rlkit.runs import rollouts
+from rlkit.vlm import load_image
 
 PICTURE = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
 ROW = {"question": "Which?", "answer": 7, "images": [PICTURE, b"\x00\xff"], "weights": np.ones(2), "made": {"by": None}}
@@ -86,6 +97,118 @@ def test_what_is_read_is_what_was_written(tmp_path, bundle):
     assert list(read.fields) == list(wrote.fields) and read.metrics == wrote.metrics
     assert all(torch.equal(x, wrote.fields[name]) for name, x in read.fields.items())
     assert bundle_steps(tmp_path) == [3] and bundle_steps(tmp_path / "none") == []
+
+
+def read_again(folder, row):
+    """A row that was written and read."""
+    sample = append_response(prompt_sample([1], row=row), [2], [0.0], reward=1.0)
+    write_bundle(folder, Bundle(0, draws=[Draw([sample])]))
+    return read_bundle(folder).draws[0].samples[0].row
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ((1, 2), [3, (4,)], ()),
+        {"a", 1, (2, 3)},
+        frozenset([frozenset([1])]),
+        {1: "one", (2, 3): "two", None: {"deep": (4,)}, "1": "text", 2.5: []},
+        {"python tuple": [1]},
+        {"png tensor": "x"},
+        {"bytes tensor": {"python mapping": 5}},
+    ],
+    ids=str,
+)
+def test_values_that_json_lacks_are_read_as_they_were(tmp_path, value):
+    row = read_again(tmp_path, {"value": value, "question": "?"})
+    assert row == {"value": value, "question": "?"} and type(row["value"]) is type(value)
+
+
+def test_a_verifier_that_compares_tuples_scores_the_same(tmp_path):
+    task = load_task("reasoning_gym:arc_agi,rows=2,heldout=1")
+    for row in task.train:
+        assert task.reward(row["answer"], row) == task.reward(row["answer"], read_again(tmp_path, row)) == 1
+
+
+def test_bundles_of_earlier_versions_are_read(tmp_path, bundle):
+    """These wrote tuples as lists, and only bytes and PNG files with a tag."""
+    write_bundle(tmp_path, bundle)
+    file = io.BytesIO()
+    PICTURE.save(file, "PNG")
+    encoded = {f"old_{i}": torch.tensor(list(data)).byte() for i, data in enumerate((file.getvalue(), b"ab"))}
+    tensors = {**load_file(tmp_path / "rank_0.safetensors"), **encoded}
+    save_file(tensors, tmp_path / "rank_0.safetensors")
+    content = json.loads((tmp_path / "rank_0.json").read_text())
+    content["rows"] = [{"a": [1, [2]], "1": {}, "image": {"png tensor": "old_0"}, "b": {"bytes tensor": "old_1"}}] * 3
+    content["tensors_sha256"] = hashlib.sha256((tmp_path / "rank_0.safetensors").read_bytes()).hexdigest()
+    rest = {key: x for key, x in content.items() if key != "sha256"}
+    content["sha256"] = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "rank_0.json").write_text(json.dumps(content))
+    row = read_bundle(tmp_path).draws[0].samples[0].row
+    assert row.pop("image").tobytes() == PICTURE.tobytes() and row == {"a": [1, [2]], "1": {}, "b": b"ab"}
+
+
+MODES = "1 L LA La P PA RGB RGBA RGBX RGBa I I;16 I;16B I;16L F CMYK YCbCr LAB HSV".split()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_images_of_all_modes_are_read_as_they_were(tmp_path, mode):
+    colours = Image.fromarray(np.arange(60, dtype=np.uint8).reshape(5, 4, 3) * 4)
+    if mode in ("P", "PA"):
+        image = colours.quantize(8).convert(mode)
+    else:
+        size = len(Image.new(mode, (5, 4)).tobytes())
+        image = Image.frombytes(mode, (5, 4), bytes(range(size)))
+    read = read_again(tmp_path, {"image": image})["image"]
+    assert (read.mode, read.size, read.tobytes()) == (mode, image.size, image.tobytes())
+    assert read.getpalette() == image.getpalette()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK"])
+def test_an_image_is_turned_as_before(tmp_path, mode):
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation], exif[ExifTags.Base.Model] = 6, "a camera"
+    Image.new(mode, (40, 20)).save(file, "JPEG", exif=exif)
+    image = Image.open(file)
+    read = read_again(tmp_path, {"image": image})["image"]
+    assert read.getexif()[ExifTags.Base.Model] == "a camera"
+    assert load_image(read).size == load_image(image).size == (20, 40)
+
+
+def test_exif_data_of_a_wrong_type_do_not_end_the_run(tmp_path):
+    image = Image.new("RGB", (4, 2))
+    entry = struct.pack("<HHHI4s", 1, ExifTags.Base.Orientation, 2, 2, b"6")  # a text in place of a number
+    image.info["exif"] = b"Exif\0\0II*\0\x08\0\0\0" + entry + bytes(4)
+    read = read_again(tmp_path, {"image": image})["image"]
+    assert read.getexif()[ExifTags.Base.Orientation] == image.getexif()[ExifTags.Base.Orientation] == "6"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "expected room for those of this step in OUT/rollouts, got: ",
+        ),
+        (PermissionError(errno.EACCES, "denied"), "expected to write those of this step to OUT/rollouts, got: "),
+        (OSError("image file is truncated"), "expected to write those of this step to OUT/rollouts, got: "),
+    ],
+)
+def test_only_a_full_disk_is_said_to_lack_room(monkeypatch, error, said):
+    def write(*args, **kwargs):
+        raise error
+
+    stopped = []
+    run = SimpleNamespace(out=Path("OUT"), phase=lambda name: None, stop=stopped.append)
+    engine = SimpleNamespace(model_parallel_group=None, data_parallel_rank=0, data_parallel_size=1)
+    monkeypatch.setattr(rollouts, "write_bundle", write)
+    rollouts.save_rollouts(Options(), run, 3, {"checkpoints": engine})
+    assert stopped == [f"rollouts: {said}{error}"]
+
+
+@dataclass
+class Options:
+    """Options of a recipe."""
 
 
 def test_answers_to_a_prompt_share_their_image_and_row(tmp_path, bundle):

@@ -16,6 +16,7 @@ import pytest
 from waiting import is_running, until
 
 from rlkit.rewards import sandbox
+from rlkit.rewards.isolated import sandboxed
 from rlkit.rewards.sandbox import Ran, SandboxError, check_isolation, run_python
 from rlkit.rewards.sandbox_inside import canonical
 
@@ -275,11 +276,38 @@ def test_escape_fails(name, around, monkeypatch):
         assert not os.path.exists(f"{place}/rlkit-escape")
 
 
+@pytest.fixture(scope="module")
+def executing():
+    sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+    from misbehaving_rewards import executing
+
+    return sandboxed(executing, seconds=2)
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_no_answer_escapes_from_a_reward_that_executes_it(name, around, executing, monkeypatch):
+    folder, port = around
+    monkeypatch.setenv("RLKIT_TEST_TOKEN", SECRET)
+    facts = dict(outside=str(folder), port=port, listening=str(folder / "socket"), parent=os.getpid())
+    given = "".join(f"{key} = {value!r}\n" for key, value in {**facts, "home": str(Path.home())}.items())
+    exists = "def exists(i):\n    try: return bool(os.fstat(i))\n    except OSError: return False\n"
+    before = state(folder)
+    try:
+        assert executing(given + OUT + exists + ESCAPES[name], {"secret": SECRET}) == 0
+    except SandboxError:
+        assert not ISOLATED
+    except RuntimeError as error:  # a system call was refused
+        assert "NameError" not in str(error) and "SyntaxError" not in str(error)
+    assert state(folder) == before and (folder / "secret").read_text() == SECRET
+    for place in ("/tmp", "/var/tmp", "/dev/shm", Path.home(), os.path.dirname(folder)):
+        assert not os.path.exists(f"{place}/rlkit-escape")
+
+
 def test_what_may_be_read_may_not_be_changed(tmp_path, monkeypatch):
     """An owner may cut a file by opening it to be read, which early versions of Landlock let through."""
     (tmp_path / "shown").write_text("as it was")
-    readable = sandbox._readable()
-    monkeypatch.setattr(sandbox, "_readable", lambda: [*readable, str(tmp_path)])
+    readable = sandbox.readable_paths()
+    monkeypatch.setattr(sandbox, "readable_paths", lambda: [*readable, str(tmp_path)])
     for attempt in ("os.open(name, os.O_TRUNC)", "open(name, 'a')", "open(name + '2', 'w')", "os.execv(name, [name])"):
         ran = run(f"import os\nname = {str(tmp_path / 'shown')!r}\nprint(open(name).read())\n{attempt}")
         assert ran is None or (ran.stdout, ran.code) == ("as it was\n", 1) and "PermissionError" in ran.stderr
@@ -400,7 +428,7 @@ for _ in range(2):
 @pytest.mark.parametrize(
     ("old", "new", "holes"),
     [
-        ("landlock(libc, readable, os.getcwd())", "pass", ["read", "write", "create", "proc"]),
+        ("landlock(libc, readable, writable)", "pass", ["read", "write", "create", "proc"]),
         (
             "return [*code, answer(refuse)]",
             "return [answer(allow)]",

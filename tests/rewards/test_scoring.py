@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkit.data import Failures, prompt_sample
-from rlkit.data.reasoning_gym import verifier
+from rlkit.data import Failures, load_task, prompt_sample
 from rlkit.rewards import (
     boxed_match,
     boxes_iou,
@@ -230,6 +229,10 @@ def test_without_thinking_a_reward_is_given_the_answer_alone():
     assert both("<think>many words</think> 4", row) == 1.5 and set(both.parts) == {"right", "long"}
 
 
+def reasoning_gym_reward(text, row):
+    return load_task("reasoning_gym:chain_sum,rows=1,heldout=1").reward(text, row)
+
+
 @pytest.mark.parametrize(
     ("reward", "thought", "answer", "gold", "expected"),
     [
@@ -237,11 +240,11 @@ def test_without_thinking_a_reward_is_given_the_answer_alone():
         (maths_reward, r"\boxed{4}", "5", "5", 1),
         (boxed_match, r"\boxed{4}", "4", "4", 0),  # the answer is in no box
         (boxes_iou, "[1, 2, 3, 4]", "[5, 6, 7, 8]", [5, 6, 7, 8], 1),
-        (verifier(lambda text, entry: float(text == entry)), "<answer>4</answer>", "5", "5", 1),
+        (reasoning_gym_reward, "<answer>4</answer>", "5", "5", 1),
     ],
 )
 def test_graders_leave_out_thinking_by_the_tags_of_the_row(reward, thought, answer, gold, expected):
-    row = {"answer": gold, "entry": gold}
+    row = {"answer": gold, "entry": {"answer": gold}}
     other = {**row, "thinking_tags": ["[THINK]", "[/THINK]"]}
     assert reward(f"<think>{thought}</think>{answer}", row) == expected
     assert reward(f"[THINK]{thought}[/THINK]{answer}", other) == expected
