@@ -6,7 +6,6 @@ python -m rlkit.export runs/grpo_vlm-digits-seed0 [--step 150] [--to DIR]
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +23,7 @@ from rlkit.runs.models import builds_model, processor_of, trained_part
 from rlkit.runs.options import TrainingOptions
 from rlkit.runs.start import one_sentence_errors
 from rlkit.tracking import CONFIG
+from rlkit.tracking.files import read_object
 from rlkit.vlm import load_model
 
 POLICY, CRITIC = "checkpoints", "critic_checkpoints"  # folders of a run
@@ -77,7 +77,8 @@ def options_of_run(run: Path) -> Any:
     """The options that a run was started with; those that its version did not have get their defaults."""
     if not (run / CONFIG).exists():
         raise ValueError(f"run: expected the directory of a run, got {run}, which has no {CONFIG}")
-    saved = json.loads((run / CONFIG).read_text())
+    if not (saved := read_object(run / CONFIG)):
+        raise ValueError(f"run: expected options as JSON in {run / CONFIG}, got a damaged file")
     cfg: Any = TrainingOptions(
         **{field.name: saved[field.name] for field in fields(TrainingOptions) if field.name in saved}
     )

@@ -95,6 +95,9 @@ def test_errors(sft, tmp_path):
         export_checkpoint(sft, critic=True)
     with pytest.raises(SystemExit, match=r"export: run: expected the directory of a run, got .*none, which has no"):
         main([str(tmp_path / "none")])
+    (tmp_path / "config.json").write_text("")
+    with pytest.raises(ValueError, match=r"run: expected options as JSON in .*config.json, got a damaged file"):
+        export_checkpoint(tmp_path)
     damaged = tmp_path / "damaged"
     shutil.copytree(sft, damaged)
     next((damaged / "checkpoints/step_3").glob("*.distcp")).write_bytes(b"")

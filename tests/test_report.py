@@ -198,6 +198,9 @@ def test_runs_beside_each_other(tmp_path):
     assert [title for title, _ in page.data["groups"]] == ["Reward", "Optimisation", "Time", "Memory"]
     assert "memory/train" not in first["metrics"] and second["metrics"]["step"] == [0, 1, 2, 3, 4, 9]
     assert (first["options"]["lr"], second["options"]["lr"]) == ("0.001", "5.0")
+    nowhere = subprocess.run([*command, "a", "--out", "no/a.html"], cwd=tmp_path, capture_output=True, text=True)
+    message = "rlkit.report: out: expected a file in a directory that exists, got no/a.html\n"
+    assert nowhere.returncode == 1 and nowhere.stderr.endswith(message)
     refused = subprocess.run([*command, "a", "c"], cwd=tmp_path, capture_output=True, text=True)
     assert refused.returncode == 1 and "runs: expected directories with metrics.jsonl, got c" in refused.stderr
 
@@ -242,6 +245,18 @@ def test_results_of_other_tools_are_added(tmp_path):
     assert json.loads((tmp_path / "a" / "eval.json").read_text())["accuracy_after"] == 0.875
 
 
+def test_results_without_numbers(tmp_path):
+    """A task without samples has null in place of numbers."""
+    scores = [{"name": "match", "metrics": {"accuracy": {"name": "accuracy", "value": None}}}]
+    for name, content in {
+        "lm.json": {"results": {"gsm8k": None}, "configs": {}},
+        "inspect.json": {"eval": {"task": "maps"}, "results": {"total_samples": 0, "scores": scores}},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_results(tmp_path / "lm.json") == {"gsm8k (lm-eval)": {}}
+    assert read_results(tmp_path / "inspect.json") == {"maps (inspect)": {"rows": 0.0}}
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"results": 3}', '{"results": {"gsm8k": {}}}'])
 def test_files_without_results_are_named(tmp_path, content):
     (tmp_path / "other.json").write_text(content)
@@ -249,6 +264,19 @@ def test_files_without_results_are_named(tmp_path, content):
         ValueError, match=r"^add: expected results of lm-eval or a log of inspect-ai, got .*other.json$"
     ):
         read_results(tmp_path / "other.json")
+
+
+def test_long_runs_keep_rare_metrics_and_extremes():
+    rows = [{"step": i, "loss": float(i == 7777), "norm": -float(i == 4999)} for i in range(9001)]
+    for i in range(1, 9001, 50):
+        rows[i]["rare"] = i
+    rows[4321]["once"] = 5.0
+    columns = curves.numbers(rows)
+    values = {name: [x for x in column if x is not None] for name, column in columns.items()}
+    assert values["rare"] == list(range(1, 9001, 50)) and values["once"] == [5.0]
+    assert max(values["loss"]) == 1 and min(values["norm"]) == -1
+    assert columns["step"][0] == 0 and columns["step"][-1] == 9000 and sorted(columns["step"]) == columns["step"]
+    assert 3000 <= len(values["loss"]) < 3200
 
 
 def test_evaluations_during_the_run_are_a_curve(tmp_path):

@@ -46,6 +46,8 @@ def main() -> None:
         except ValueError as error:
             sys.exit(f"rlkit.report: {error}")
     path = arguments.out or (arguments.runs[0] / "report.html" if single else Path("compared.html"))
+    if not path.parent.is_dir():
+        sys.exit(f"rlkit.report: out: expected a file in a directory that exists, got {path}")
     print(f"written: {write_page(path, arguments.runs)}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 1e100  # larger values overflow the axes
-MOST_POINTS = 4000  # per curve; of longer runs only every second row is drawn, or every third, ...
+MOST_POINTS = 4000  # per curve; of more, only every second one is drawn, or every third, ...
 
 # (title, pattern of metric names). A metric belongs to the first group that matches. The alternatives of a pattern give
 # the order of the curves in the group.
@@ -45,14 +45,24 @@ def is_number(value: Any) -> bool:
 
 def numbers(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The rows of metrics.jsonl as columns: `step`, and each metric, with None where a row lacks it."""
-    every = -(-len(rows) // MOST_POINTS) or 1
-    last = len(rows) - 1
-    drawn = [
-        row for i, row in enumerate(rows) if i % every == 0 or i == last or any("heldout/" in name for name in row)
-    ]
-    names = dict.fromkeys(name for row in rows for name, x in row.items() if name != "step" and is_number(x))
-    columns = {name: [row.get(name) if is_number(row.get(name)) else None for row in drawn] for name in names}
-    return {"step": [row["step"] for row in drawn], **columns}
+    values: dict[str, dict[int, float | None]] = {}  # of each metric, by row; None for nan
+    for i, row in enumerate(rows):
+        for name, x in row.items():
+            if name != "step":
+                values.setdefault(name, {})[i] = x if is_number(x) else None
+    values = {name: known for name, known in values.items() if any(x is not None for x in known.values())}
+    drawn = sorted(set[int]().union(*map(_points, values.values())))
+    columns = {name: [known.get(i) for i in drawn] for name, known in values.items()}
+    return {"step": [rows[i]["step"] for i in drawn], **columns}
+
+
+def _points(values: Mapping[int, float | None]) -> set[int]:
+    """The rows at which a metric is drawn, among them its first, last, lowest and highest value."""
+    at = list(values)
+    every = -(-len(at) // MOST_POINTS)
+    known = {i: x for i, x in values.items() if x is not None}
+    ends = list(known)
+    return {*at[::every], ends[0], ends[-1], min(known, key=known.__getitem__), max(known, key=known.__getitem__)}
 
 
 def grouped(names: Sequence[str]) -> list[tuple[str, list[tuple[str, str]]]]:

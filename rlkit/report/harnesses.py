@@ -34,7 +34,7 @@ def read_results(file: Path) -> dict[str, dict[str, float]]:
     if isinstance(results, dict) and isinstance(content.get("eval"), dict):
         return _of_inspect(content["eval"], results)
     if isinstance(results, dict) and "configs" in content:
-        return {f"{task} (lm-eval)": _of_lm_eval(found) for task, found in results.items()}
+        return {f"{task} (lm-eval)": _of_lm_eval(found or {}) for task, found in results.items()}
     raise ValueError(f"add: expected results of lm-eval or a log of inspect-ai, got {file}")
 
 
@@ -56,7 +56,8 @@ def _of_inspect(task: dict[str, Any], results: dict[str, Any]) -> dict[str, dict
     numbers: dict[str, float] = {"rows": float(results.get("total_samples") or 0)}
     for score in scores:
         scorer = f"{score['name']} " if len(scores) > 1 else ""
-        values = {name: float(metric["value"]) for name, metric in score["metrics"].items()}
+        metrics = {name: metric["value"] for name, metric in score["metrics"].items()}
+        values = {name: float(x) for name, x in metrics.items() if isinstance(x, int | float)}  # null without samples
         if len(values) == 2 and "stderr" in values:
             (mean,) = values.keys() - {"stderr"}
             values[f"{mean}_error"] = values.pop("stderr")
