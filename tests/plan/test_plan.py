@@ -427,13 +427,6 @@ def test_a_recipe_without_py_is_named(tmp_path):
         load_recipe(str(tmp_path / "recipe"))
 
 
-def test_unknown_family_is_one_sentence(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "no_such_family"}')
-    with pytest.raises(SystemExit) as end:
-        command_line.main(["recipes/grpo_vlm.py", "--model", str(tmp_path)])
-    assert str(end.value).startswith("plan: model ") and "no_such_family" in str(end.value)
-
-
 @pytest.mark.parametrize("name", DATA_SHEETS)
 def test_every_gpu_has_numbers(name):
     gpu = gpu_named(name)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from rlkit.plan import __main__ as command_line
@@ -15,6 +16,7 @@ from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.weights import weight_and_optimizer_bytes
 
+FAMILY = f"model_type: expected a family that transformers {transformers.__version__} knows"
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--no_advice"]
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -81,6 +83,26 @@ def test_a_family_without_a_causal_language_model_is_one_sentence(tmp_path, fami
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     said = f"expected a causal language model, got an encoder or encoder-decoder of the family {family}"
     assert refusal(tmp_path) == f"plan: model {str(tmp_path)!r}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"model_type": "frobnicator"}, f"{FAMILY}, got 'frobnicator'"),
+        ({"model_type": ["llama"]}, f"{FAMILY}, got ['llama']"),
+        ({"hidden_size": 64}, f"{FAMILY}, got None"),
+        ({"model_type": "frobnicator", "auto_map": {"AutoConfig": "x.Y"}}, f"{FAMILY}, got 'frobnicator'; the model "
+         "brings its own code, which runs with --trust_remote_code (trust_remote_code=True)"),
+        ([], "config.json: expected a mapping of names to values, got list"),
+    ],
+)  # fmt: skip
+def test_a_config_without_a_known_family_is_one_sentence(tmp_path, content, said):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert refusal(tmp_path) == f"plan: model {str(tmp_path)!r}: {said}"
+    file = tmp_path / "config.json"  # also where the configuration alone names the model, or is changed
+    named = f"plan: model {str(tmp_path)!r}: {said}"
+    assert refusal(file) == refusal(file, "--model_config", "hidden_size=64") == named
+    assert refusal(tmp_path, "--model_config", "hidden_size=64") == named
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
