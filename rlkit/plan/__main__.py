@@ -14,13 +14,14 @@ from typing import Any
 
 from rlkit.plan.fit import GIB, SERVERS, Plan, distinct_gib, make_plan, ways_to_fit
 from rlkit.plan.hardware import USABLE, Gpu, gpu_named
-from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
+from rlkit.plan.recipes import check_recipe_options, is_used, load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.report import describe, host_memory, samples_on_servers, summary
 from rlkit.plan.sampler import Servers, server_memory
 from rlkit.plan.weights import least_memory
 from rlkit.plan.workload import with_limited_rows
-from rlkit.runs.options import check_engine_options, check_quantize_base, check_sync_adapters
+from rlkit.rollout import rollout_class_of
+from rlkit.runs.options import GenerationOptions, check_options, generates
 from rlkit.runs.start import one_sentence_errors
 
 
@@ -69,15 +70,17 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     """Print the plan, and return whether the run fits.
 
     Raises:
-        ValueError: an option is unknown, or two options contradict each other.
+        ValueError: an option is unknown, two options contradict each other, or the run itself would be refused.
     """
     gpu = gpu_named(options.gpu, options.gpu_memory)
     check_counts(options)
     module = load_recipe(options.recipe)
     cfg = recipe_options(module, arguments)
-    check_sync_adapters(cfg)
-    check_quantize_base(cfg)
-    check_engine_options(cfg)
+    check_recipe_options(module, cfg)
+    starts_servers = is_used("build_server_rollout", module, cfg)
+    check_options(cfg, needs_urls=not options.server_gpus and not starts_servers)
+    if isinstance(cfg, GenerationOptions) and generates(cfg):
+        rollout_class_of(cfg.rollout, cfg.rollout_options)
     if not options.weights_only:
         check_can_be_planned(cfg)
     roles = recipe_roles(module, cfg)
