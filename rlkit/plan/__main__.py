@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit.plan.fit import GIB, SERVERS, Plan, distinct_gib, make_plan, ways_to_fit
+from rlkit.plan.fit import GIB, SERVERS, Plan, distinct_gib, least_bytes, make_plan, ways_to_fit
 from rlkit.plan.hardware import USABLE, Gpu, gpu_named
 from rlkit.plan.recipes import check_recipe_options, is_used, load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
@@ -155,9 +155,13 @@ def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
 def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
     """One sentence: the options with which all fits on the GPUs that train."""
     config, servers = roles.policy or roles.critic, plan.sampler.servers
-    attempts = [plan]
+    attempts, skipped, usable = [plan], list[int](), USABLE * plan.gpu.memory
     for way in ways_to_fit(cfg, plan, config, options.nproc, options.gpus_per_node):
         new_roles, changes = roles, ", ".join(way.changes)
+        if (least := least_bytes(way.cfg, plan, config, way.world)) > usable:
+            print(f"  with {changes}: at least {least / GIB:.1f} GiB", flush=True)
+            skipped.append(least)
+            continue
         if way.cfg.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
             new_roles = replace(roles, reference=None, adapter_reference=True)
         try:
@@ -170,6 +174,9 @@ def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
         if _fits_gpu(attempt) and attempt.host_fits and (servers or attempt.sampler.sequences):
             return f"fits with {changes}"
         attempts.append(attempt)
+    if skipped and min(skipped) < min(attempt.peak for attempt in attempts):
+        (least_skipped,), most = distinct_gib([min(skipped)], usable)
+        return f"does not fit with any of these options: each takes at least {least_skipped} GiB, of {most} GiB usable"
     return f"does not fit with any of these options: {_what_is_too_small(attempts)}"
 
 

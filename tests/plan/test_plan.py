@@ -305,7 +305,7 @@ def test_advice_names_options_with_which_it_fits(found):
 def test_what_never_fits_is_one_sentence_with_the_least_that_was_reached(monkeypatch, capsys):
     cfg = load_recipe("recipes/grpo_vlm.py").Config(model="MODEL", rollout="vllm_server", micro_batch_tokens=64)
     rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, Workload(32, 32, 0, prompts=1, group_size=2), 1)
-    sizes = iter([900, 850, 840, 820, 830, 825, 826, 810, 815, 820])
+    sizes = iter([900, 850, 840, 820, 830, 825, 826, 810, *range(815, 823)])
 
     def attempt(*_):
         taken = {"train": {"parameters": next(sizes) << 30}}
@@ -315,7 +315,7 @@ def test_what_never_fits_is_one_sentence_with_the_least_that_was_reached(monkeyp
     options = SimpleNamespace(nproc=1, image_tokens=None, gpus_per_node=8, host_memory=None)
     sentence = command_line.advice(cfg, Roles(policy=large_vocabulary()), attempt(), options)
     assert sentence == ("does not fit with any of these options: the least is 810.0 GiB, of 73.6 GiB usable")
-    assert len(capsys.readouterr().out.splitlines()) == 9
+    assert len(capsys.readouterr().out.splitlines()) == 15
 
 
 LAYERS = [  # config, bytes of a sequence of 10 tokens; test_vllm.py compares these and others with vLLM itself
@@ -383,12 +383,17 @@ def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():
         [*shared, "--lora_rank 32"],
         [*shared, "--lora_rank 32", "--dtype bfloat16"],
         [*shared, "--lora_rank 32", "--dtype bfloat16", "--quantize_base"],
-        *([*shared, f"{3 * factor} GPUs in place of 3"] for factor in (2, 4, 8)),
+        *([*shared, f"{gpus} GPUs in place of 3"] for gpus in (6, 12, 24)),
+        *(
+            [*shared, "--lora_rank 32", "--dtype bfloat16", *in_4_bits, f"{gpus} GPUs in place of 3"]
+            for gpus in (6, 12, 24)
+            for in_4_bits in ([], ["--quantize_base"])
+        ),
     ]
-    assert [way.world for way in ways] == [3] * 8 + [6, 12, 24]
-    assert [way.cfg.lora_rank for way in ways] == [0] * 5 + [32] * 3 + [0, 0, 0]
+    assert [way.world for way in ways] == [3] * 8 + [6, 12, 24] + [6, 6, 12, 12, 24, 24]
+    assert [way.cfg.lora_rank for way in ways] == [0] * 5 + [32] * 3 + [0] * 3 + [32] * 6
     assert [way.cfg.dtype for way in ways[5:8]] == ["float32", "bfloat16", "bfloat16"] and ways[7].cfg.quantize_base
-    assert ways[-1].cfg.offload_between_phases and ways[-1].cfg.micro_batch_tokens == 1234567
+    assert ways[10].cfg.offload_between_phases and ways[10].cfg.micro_batch_tokens == 1234567
     with_lora = ways_to_fit(ways[5].cfg, plan, large_vocabulary(), 3, 8)
     assert not any(way.changes[0].startswith("--lora") for way in with_lora)
 
