@@ -42,9 +42,7 @@ def large_vocabulary():
 def found(tiny_dir, tmp_path_factory):
     folders = {name: tmp_path_factory.mktemp(name) for name in ("large_vocabulary", "smollm2")}
     large_vocabulary().save_pretrained(folders["large_vocabulary"])
-    few_layers = smollm2()
-    few_layers.num_hidden_layers = 6
-    few_layers.save_pretrained(folders["smollm2"])
+    smollm2().save_pretrained(folders["smollm2"])
     out = tmp_path_factory.mktemp("plans") / "plans.json"
     script = [sys.executable, HERE / "on_fake_ranks.py", tiny_dir, *folders.values(), out]
     done = subprocess.run(list(map(str, script)), capture_output=True, text=True, timeout=1800)
