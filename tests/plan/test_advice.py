@@ -195,32 +195,6 @@ def test_the_least_of_a_gpu_is_arithmetic(options, world, least):
     assert least_bytes(config(**options), plan, LLAMA, world) == least * 4800
 
 
-NOTHING_LEFT = [
-    "--use_fused_kernels", "--offload_between_phases", "--micro_batch_tokens", "128", "--lora_rank", "8", "--dtype",
-    "bfloat16", "--quantize_base",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "gib", "rehearsed"), [([], "0.6", 1), (NOTHING_LEFT, "2", 3)], ids=["skipped", "rehearsed"]
-)
-def test_what_cannot_fit_is_said_after_few_rehearsals(tmp_path, capsys, options, gib, rehearsed):
-    """No way is rehearsed whose weights alone are too large: 7.7e9, in 4 bits at best, on eight GPUs at most."""
-    sizes = {"hidden_size": 8192, "intermediate_size": 131072, "vocab_size": 256000, "num_hidden_layers": 1}
-    LlamaConfig(**sizes, num_attention_heads=8).save_pretrained(tmp_path)
-    batch = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--prompts_per_step", "8", "--group_size", "2"]
-    with pytest.raises(SystemExit) as end:
-        command_line.main([
-            "recipes/grpo_vlm.py", "--model", str(tmp_path), "--gpu", "x", "--gpu_memory", gib, *batch, *options,
-        ])  # fmt: skip
-    lines = capsys.readouterr().out.strip().splitlines()
-    tried = [line for line in lines if line.startswith("  with ")]
-    sizes = [float(line.split()[-2]) for line in tried if ": at least " not in line]
-    least = f"the least is {min(sizes)} GiB, of 1.9" if options else "each takes at least 0.9 GiB, of 0.6"
-    assert end.value.code == 1 and lines[-1] == f"does not fit with any of these options: {least} GiB usable", lines
-    assert len(sizes) == rehearsed, tried
-
-
 def test_megatron_splits_weights_over_tensor_ranks_and_stages():
     """LLAMA has 8 heads and 2 layers."""
     tensor = [[f"--parallel tensor {size} sequence_parallel 1"] for size in (2, 4, 8)]

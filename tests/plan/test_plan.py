@@ -300,6 +300,21 @@ def test_advice_names_options_with_which_it_fits(found):
     assert tried == sorted(tried, reverse=True) and tried[-1] < 6.5
 
 
+@pytest.mark.parametrize(("name", "rehearsed"), [("weights_too_large", 1), ("nothing_left_to_save", 3)])
+def test_what_cannot_fit_is_said_after_few_rehearsals(found, name, rehearsed):
+    """A way is not rehearsed if its weights alone are too large: 106M, in 4 bits at best, on eight GPUs at most."""
+    lines = found["commands"][name]["printed"].strip().splitlines()
+    tried = [line for line in lines if line.startswith("  with ")]
+    sizes = [float(line.split()[-2]) for line in tried if ": at least " not in line]
+    least = {
+        "weights_too_large": "each takes at least 0.012 GiB, of 0.008",  # in 4 bits on four GPUs
+        "nothing_left_to_save": f"the least is {min(sizes)} GiB, of 0.0",
+    }[name]
+    assert found["commands"][name]["end"] == 1
+    assert lines[-1] == f"does not fit with any of these options: {least} GiB usable"
+    assert len(sizes) == rehearsed, tried
+
+
 def test_what_never_fits_is_one_sentence_with_the_least_that_was_reached(monkeypatch, capsys):
     cfg = load_recipe("recipes/grpo_vlm.py").Config(model="MODEL", rollout="vllm_server", micro_batch_tokens=64)
     rehearsal = Rehearsal({}, {}, 0, 1000, 1000, 500, Workload(32, 32, 0, prompts=1, group_size=2), 1)
