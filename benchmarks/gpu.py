@@ -28,6 +28,7 @@ from rlkit.engines.flops import batch_flops
 from rlkit.losses import linear_logprobs, logprobs, token_mean
 from rlkit.rollout import make_rollout
 from rlkit.tracking import peak_flops
+from rlkit.tracking.files import replace_file
 from rlkit.vlm import build_tiny, load_processor
 from rlkit.vlm.loading import load_config
 
@@ -283,13 +284,13 @@ def main() -> None:
 
 
 def write_each(parts: list[Callable[[], str]], out: Path | None) -> None:
-    """Print each part as soon as it is there, and write it to a file, so that a later failure loses no table."""
+    """Print each part as soon as it is there, and write it to a file: a failure or a time limit loses no table."""
     done: list[str] = []
     for part in parts:
         done.append(part())
         print(done[-1], flush=True)
         if out:
-            out.write_text("\n".join(done))
+            replace_file(out, "\n".join(done))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit.plan.fit import GIB, SERVERS, Plan, distinct_gib, make_plan, ways_to_fit
+from rlkit.plan.fit import GIB, SERVERS, Plan, distinct_gib, least_bytes, make_plan, ways_to_fit
 from rlkit.plan.hardware import USABLE, Gpu, gpu_named
-from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
+from rlkit.plan.recipes import check_recipe_options, is_used, load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.report import describe, host_memory, samples_on_servers, summary
 from rlkit.plan.sampler import Servers, server_memory
 from rlkit.plan.weights import least_memory
 from rlkit.plan.workload import with_limited_rows
-from rlkit.runs.options import check_engine_options, check_quantize_base, check_sync_adapters
+from rlkit.rollout import rollout_class_of
+from rlkit.runs.options import GenerationOptions, check_options, generates
 from rlkit.runs.start import one_sentence_errors
 
 
@@ -69,15 +70,17 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     """Print the plan, and return whether the run fits.
 
     Raises:
-        ValueError: an option is unknown, or two options contradict each other.
+        ValueError: an option is unknown, two options contradict each other, or the run itself would be refused.
     """
     gpu = gpu_named(options.gpu, options.gpu_memory)
     check_counts(options)
     module = load_recipe(options.recipe)
     cfg = recipe_options(module, arguments)
-    check_sync_adapters(cfg)
-    check_quantize_base(cfg)
-    check_engine_options(cfg)
+    check_recipe_options(module, cfg)
+    starts_servers = is_used("build_server_rollout", module, cfg)
+    check_options(cfg, needs_urls=not options.server_gpus and not starts_servers)
+    if isinstance(cfg, GenerationOptions) and generates(cfg):
+        rollout_class_of(cfg.rollout, cfg.rollout_options)
     if not options.weights_only:
         check_can_be_planned(cfg)
     roles = recipe_roles(module, cfg)
@@ -152,9 +155,13 @@ def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
 def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
     """One sentence: the options with which all fits on the GPUs that train."""
     config, servers = roles.policy or roles.critic, plan.sampler.servers
-    attempts = [plan]
+    attempts, skipped, usable = [plan], list[int](), USABLE * plan.gpu.memory
     for way in ways_to_fit(cfg, plan, config, options.nproc, options.gpus_per_node):
         new_roles, changes = roles, ", ".join(way.changes)
+        if (least := least_bytes(way.cfg, plan, config, way.world)) > usable:
+            print(f"  with {changes}: at least {least / GIB:.1f} GiB", flush=True)
+            skipped.append(least)
+            continue
         if way.cfg.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
             new_roles = replace(roles, reference=None, adapter_reference=True)
         try:
@@ -167,6 +174,9 @@ def trainer_advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
         if _fits_gpu(attempt) and attempt.host_fits and (servers or attempt.sampler.sequences):
             return f"fits with {changes}"
         attempts.append(attempt)
+    if skipped and min(skipped) < min(attempt.peak for attempt in attempts):
+        (least_skipped,), most = distinct_gib([min(skipped)], usable)
+        return f"does not fit with any of these options: each takes at least {least_skipped} GiB, of {most} GiB usable"
     return f"does not fit with any of these options: {_what_is_too_small(attempts)}"
 
 

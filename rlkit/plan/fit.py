@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import starmap
+from itertools import product, starmap
 from typing import Any, NamedTuple
 
 from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe
 from rlkit.plan import megatron
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
-from rlkit.plan.sampler import SamplerMemory, Servers, sampler_memory, sequence_bytes
-from rlkit.runs.options import sends_adapters
+from rlkit.plan.sampler import SamplerMemory, Servers, sampler_memory, sequence_bytes, weight_bytes
+from rlkit.runs.options import generates, sends_adapters
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.weight_files import has_only_pickled_weights
 
 GIB = 2**30
 SERVERS = "servers"
 LOADING = "loading, at most"  # host memory of a machine
+MORE_GPUS = (2, 4, 8)  # times as many as there are
 LONG_ROW = 4096  # tokens; with longer rows the advice tries Ulysses
 
 
@@ -152,7 +153,9 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int, gpus_per_node: in
     - Ulysses, for long rows: ranks that share rows communicate in each layer
     - LoRA: only adapters are trained; then with a base in bfloat16; then in 4 bits
     - Megatron: weights and gradients split over tensor or expert ranks, then also over pipeline stages
-    - more GPUs, each with a smaller shard; with Megatron, which shards only the optimizer over them, in the last layout
+    - more GPUs, each with a smaller shard, and a sampler on as many of them as it needs; with Megatron, which shards
+      only the optimizer over them, in the last layout
+    - LoRA with a base in bfloat16 or 4 bits on more GPUs
     """
     options: dict[str, Any] = {}
     most, share = plan.sampler.utilization, plan.sampler.share
@@ -173,20 +176,54 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int, gpus_per_node: in
     may_offload = cfg.engine in ("fsdp2", "megatron") and not cfg.offload_between_phases
     if may_offload and (plan.host_limit is None or offloaded <= plan.host_limit):
         options["offload_between_phases"] = True
-    changes: list[str] = []
-    for name, value in options.items():
-        cfg = replace(cfg, **{name: value})
-        changes = [*changes, _as_option(name, value)]
-        yield Way(changes, cfg, world)
-    for more in [*_ulysses_changes(cfg, config, longest, world, gpus_per_node), *_adapter_changes(cfg)]:
-        yield Way([*changes, *starmap(_as_option, more.items())], replace(cfg, **more), world)
+    names = list(options)
+    for count in range(len(names)):
+        yield _way(cfg, {name: options[name] for name in names[: count + 1]}, world)
+    adapters = _adapter_changes(cfg)
+    for more in [*_ulysses_changes(cfg, config, longest, world, gpus_per_node), *adapters]:
+        yield _way(cfg, {**options, **more}, world)
     layouts = _megatron_layouts(cfg, config, world, gpus_per_node) if cfg.engine == "megatron" else []
     for layout in layouts:
-        yield Way([*changes, _as_option("parallel", layout)], replace(cfg, parallel=layout), world)
+        yield _way(cfg, {**options, "parallel": layout}, world)
     if layouts:
-        cfg, changes = replace(cfg, parallel=layouts[-1]), [*changes, _as_option("parallel", layouts[-1])]
-    for factor in (2, 4, 8):
-        yield Way([*changes, f"{factor * world} GPUs in place of {world}"], cfg, factor * world)
+        options["parallel"] = layouts[-1]
+    in_bfloat16 = [more for more in adapters if replace(cfg, **more).dtype == "bfloat16"]
+    for factor, more in [*product(MORE_GPUS, [{}]), *product(MORE_GPUS, in_bfloat16)]:
+        split = {}
+        if (gpus := _sampler_gpus(plan, config, world, gpus_per_node, factor)) > plan.sampler.tensor_parallel:
+            split["rollout_options"] = {**cfg.rollout_options, "tensor_parallel_size": str(gpus)}
+        yield _way(cfg, {**options, **split, **more}, factor * world, f"{factor * world} GPUs in place of {world}")
+
+
+def _way(cfg: Any, options: dict[str, Any], world: int, *gpus: str) -> Way:
+    """The options of a recipe with others, on a number of ranks."""
+    return Way([*starmap(_as_option, options.items()), *gpus], replace(cfg, **options), world)
+
+
+def least_bytes(cfg: Any, plan: Plan, config: Any, world: int) -> int:
+    """Bytes that a GPU needs at least, by arithmetic; 0 for Megatron, whose whole plan is arithmetic. The larger of
+
+    - a rank's shard of weights, gradients and AdamW's two moments
+    - its shard of the weights, and those of vLLM on the same GPU, which are sent
+
+    Args:
+        cfg: options of the recipe, with those of a way to save memory.
+        plan: without these.
+        config: configuration of the policy.
+        world: number of ranks.
+    """
+    if cfg.engine != "fsdp2":
+        return 0
+    size, parameters = (4 if cfg.dtype == "float32" else 2), plan.rehearsal.parameters
+    trained = 0 if cfg.lora_rank else plan.rehearsal.trainable
+    shards = cfg.parallel.get("fsdp_size", world)
+    weights = (0.5 if cfg.quantize_base else size) * parameters / shards
+    training = weights + 3 * size * trained / shards
+    if not generates(cfg) or cfg.rollout != "vllm":
+        return int(training)
+    gpus = int(cfg.rollout_options.get("tensor_parallel_size", 1))
+    sampling = weight_bytes(config, parameters, cfg.rollout_options.get("quantization")) / gpus
+    return int(max(training, sampling + (0 if sends_adapters(cfg) else weights)))
 
 
 def _ulysses_changes(cfg: Any, config: Any, longest: int, world: int, gpus_per_node: int) -> list[dict[str, Any]]:
@@ -243,23 +280,27 @@ def _as_option(name: str, value: Any) -> str:
     return " ".join([f"--{name}", *map(str, words)])
 
 
-def _sampler_gpus(plan: Plan, config: Any, world: int, gpus_per_node: int) -> int:
+def _sampler_gpus(plan: Plan, config: Any, world: int, gpus_per_node: int, factor: int = 1) -> int:
     """The fewest GPUs of one machine over which vLLM's weights leave room for the trainer and a sequence.
 
     As many as it has now if that is enough, and as many as possible if nothing is.
+
+    Args:
+        world: number of ranks of the plan.
+        factor: how many times as many ranks there are to be; each has as much less of what the trainer keeps.
     """
     sampler, workload = plan.sampler, plan.rehearsal.workload
     if sampler.utilization is None:
         return sampler.tensor_parallel
     heads, weights = config.get_text_config().num_attention_heads, sampler.weights * sampler.tensor_parallel
-    sync = sum(plan.phases["weight sync"].values()) - sampler.weights
-    resident, row = sum(plan.rehearsal.resident.values()), workload.prompt + workload.answer
+    sync = (sum(plan.phases["weight sync"].values()) - sampler.weights) // factor
+    resident, row = sum(plan.rehearsal.resident.values()) // factor, workload.prompt + workload.answer
 
     def fits(gpus: int) -> bool:
         generate = resident + sampler.workspace + sequence_bytes(config, row, gpus)
         taken = weights // gpus + max(sync, generate)
         return taken <= USABLE * plan.gpu.memory
 
-    counts = [sampler.tensor_parallel * factor for factor in (1, 2, 4, 8)]
-    possible = [gpus for gpus in counts if gpus <= gpus_per_node and not world % gpus and not heads % gpus]
+    counts = [sampler.tensor_parallel * times for times in (1, 2, 4, 8)]
+    possible = [gpus for gpus in counts if gpus <= gpus_per_node and not factor * world % gpus and not heads % gpus]
     return next(filter(fits, possible), max(possible, default=sampler.tensor_parallel))

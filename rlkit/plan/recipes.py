@@ -60,6 +60,21 @@ def recipe_options(module: Any, arguments: Sequence[str]) -> Any:
     return cfg
 
 
+def check_recipe_options(module: Any, cfg: Any) -> None:
+    """Check options as a recipe's `main` does before it loads its task: the statements up to there are run.
+
+    Raises:
+        ValueError: by the recipe.
+    """
+    (main,) = ast.parse(inspect.getsource(module.main)).body
+    assert isinstance(main, ast.FunctionDef)
+    checks = next((i for i, statement in enumerate(main.body) if "load_named_task" in ast.unparse(statement)), 0)
+    main.body = [*main.body[:checks], ast.Pass()]
+    names = dict(module.main.__globals__)
+    exec(compile(ast.fix_missing_locations(ast.Module([main], [])), module.__file__, "exec"), names)
+    names["main"](cfg)
+
+
 def _model_config(cfg: Any) -> Any:
     """The configuration of the policy, with `--model_config`; the weights of a directory may not be quantized."""
     if not is_config_file(cfg.model):

@@ -8,7 +8,7 @@
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -61,6 +61,28 @@ def _registered() -> dict[str, str]:
     return {**{point.name: point.value for point in entry_points(group="rlkit.rollouts")}, **_ROLLOUTS}
 
 
+def rollout_class_of(backend: str, options: Iterable[str] = ()) -> Any:
+    """The class that is registered for a back end.
+
+    Args:
+        backend: as in `make_rollout`.
+        options: names of options that the class has to take.
+
+    Raises:
+        ValueError: no such rollout, or an unknown option.
+    """
+    rollouts = _registered()
+    if backend not in rollouts:
+        raise ValueError(f"rollout: expected one of {', '.join(sorted(rollouts))}, got {backend!r}")
+    module, _, name = rollouts[backend].partition(":")
+    rollout_class: Any = getattr(import_module(module), name)
+    parameters = inspect.signature(rollout_class).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_any and (unknown := [option for option in options if option not in parameters]):
+        raise ValueError(f"{backend} rollout: expected options {', '.join(parameters)}; got {', '.join(unknown)}")
+    return rollout_class
+
+
 def make_rollout(
     backend: str,
     gathered: Any = None,
@@ -93,15 +115,8 @@ def make_rollout(
     Raises:
         ValueError: no such rollout, or an unknown option.
     """
-    rollouts = _registered()
-    if backend not in rollouts:
-        raise ValueError(f"rollout: expected one of {', '.join(sorted(rollouts))}, got {backend!r}")
-    module, _, name = rollouts[backend].partition(":")
-    rollout_class: Any = getattr(import_module(module), name)
+    rollout_class = rollout_class_of(backend, options)
     parameters = inspect.signature(rollout_class).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_any and (unknown := [option for option in options if option not in parameters]):
-        raise ValueError(f"{backend} rollout: expected options {', '.join(parameters)}; got {', '.join(unknown)}")
     shared = {"gathered": gathered, "model": model and model_path(model), "urls": urls}
     shared |= {"gpu_memory_utilization": gpu_memory_utilization, "trust_remote_code": trust_remote_code}
     shared |= {"model_parallel_group": model_parallel_group}

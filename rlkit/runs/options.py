@@ -337,14 +337,34 @@ def check_evaluation(cfg: RunOptions) -> None:
         raise ValueError(f"evaluate_every: expected at least 1 with --{name}, got 0")
 
 
-def check_servers(cfg: RunOptions) -> None:
-    """Raise a ValueError if the sampling back end needs servers and none are given."""
+def check_options(cfg: RunOptions, *, needs_urls: bool = True) -> None:
+    """Raise a ValueError if two options contradict each other. A run and its plan both call this.
+
+    Args:
+        needs_urls: servers that sample have to be named by `--servers`.
+    """
+    check_evaluation(cfg)
+    check_sampling(cfg)
+    check_sync_adapters(cfg)
+    check_quantize_base(cfg)
+    check_engine_options(cfg)
+    check_servers(cfg, needs_urls=needs_urls)
+    check_processor_options(cfg)
+
+
+def check_servers(cfg: RunOptions, *, needs_urls: bool = True) -> None:
+    """Raise a ValueError if the sampling back end needs servers and none are given, or if it uses none."""
     if not (isinstance(cfg, GenerationOptions) and isinstance(cfg, ModelOptions)):
         return
-    if cfg.rollout in ("vllm_server", "sglang") and not cfg.servers:
+    if cfg.rollout in ("hf", "vllm") and cfg.servers:
+        raise ValueError(
+            f"servers: expected none with --rollout {cfg.rollout}, which samples in the processes of the run, got "
+            f"{', '.join(cfg.servers)}; use --rollout vllm_server or sglang"
+        )
+    if cfg.rollout in ("vllm_server", "sglang") and needs_urls and not cfg.servers:
         raise ValueError(
             f"servers: expected URLs for --rollout {cfg.rollout}, got none; `python -m rlkit.rollout.serve --model "
-            f"{cfg.model}` starts a vLLM server"
+            f"{cfg.model}` starts a vLLM server, and a plan takes --server_gpus N instead"
         )
 
 

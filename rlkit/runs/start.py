@@ -37,17 +37,7 @@ from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
 from rlkit.runs.memory_plan import planned_memory
 from rlkit.runs.option_types import check_ranges
-from rlkit.runs.options import (
-    GenerationOptions,
-    RunOptions,
-    check_engine_options,
-    check_evaluation,
-    check_processor_options,
-    check_quantize_base,
-    check_sampling,
-    check_servers,
-    check_sync_adapters,
-)
+from rlkit.runs.options import GenerationOptions, RunOptions, check_options
 from rlkit.runs.out_of_memory import explained_out_of_memory, watch_memory
 from rlkit.runs.rollouts import check_rollouts
 from rlkit.tracking import Run
@@ -140,14 +130,7 @@ def start_run(
     from transformers.utils.logging import disable_progress_bar
 
     check_ranges(cfg)
-    check_evaluation(cfg)
-    check_sampling(cfg)
-    check_sync_adapters(cfg)
-    check_quantize_base(cfg)
-    check_engine_options(cfg)
-    if not starts_servers:
-        check_servers(cfg)
-    check_processor_options(cfg)
+    check_options(cfg, needs_urls=not starts_servers)
     check_rollouts(cfg, samples_ahead=starts_servers)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)  # all ranks initialize the same adapters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -72,7 +72,9 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False, file: str 
         raise ValueError(f"model: expected a directory with a {file}, got {path!r}, which has none")
     named = {} if file == "config.json" else {"_configuration_file": file}
     try:
-        check_layer_counts(transformers.PreTrainedConfig.get_config_dict(path, **named)[0])
+        content = transformers.PreTrainedConfig.get_config_dict(path, **named)[0]
+        check_names_family(content, trust_remote_code=trust_remote_code)
+        check_layer_counts(content)
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **named)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
@@ -81,6 +83,31 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False, file: str 
     if (thinker := thinker_config(config)) is not config:
         thinker.name_or_path = path
     return thinker
+
+
+def check_names_family(content: Any, *, trust_remote_code: bool) -> None:
+    """Refuse a configuration of a family that transformers does not have, unless it brings its own code.
+
+    Args:
+        content: of config.json.
+        trust_remote_code: whether that code may run.
+
+    Raises:
+        ValueError: it names the family, or says that the content is no mapping.
+    """
+    import transformers
+
+    if not isinstance(content, Mapping):
+        raise ValueError(f"config.json: expected a mapping of names to values, got {type(content).__name__}")
+    family, code = content.get("model_type"), content.get("auto_map")
+    has_code = isinstance(code, Mapping) and "AutoConfig" in code
+    if (isinstance(family, str) and family in transformers.CONFIG_MAPPING) or (has_code and trust_remote_code):
+        return
+    hint = "; the model brings its own code, which runs with --trust_remote_code (trust_remote_code=True)"
+    raise ValueError(
+        f"model_type: expected a family that transformers {transformers.__version__} knows, got {family!r}"
+        f"{hint if has_code else ''}"
+    )
 
 
 def thinker_config(config: Any) -> Any:

@@ -56,9 +56,9 @@ def changed_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
             has another length than `num_hidden_layers`.
     """
     file = config_file(model)
+    fields = dict(_flattened(load_config(str(file.parent), file=file.name).to_dict()))
     content = json.loads(file.read_text())
     trained = content.get("thinker_config", content)  # of Qwen-Omni the fields of the thinker
-    fields = dict(_flattened(load_config(str(file.parent), file=file.name).to_dict()))
     changes = dict(_parsed(overrides))
     for name, value in changes.items():
         _check(name, value, fields)

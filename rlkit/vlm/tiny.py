@@ -242,9 +242,10 @@ def is_tiny(model: str) -> bool:
     if model == "tiny":
         return True
     try:
-        return bool(json.loads((Path(model) / "config.json").read_text()).get(TINY_MARK))
+        content = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):
         return False
+    return isinstance(content, dict) and bool(content.get(TINY_MARK))
 
 
 def model_or_tiny(model: str, place: Path, rows: Sequence[Mapping[str, Any]], **options: Any) -> str:

@@ -7,13 +7,14 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from waiting import until
 
 from rlkit.engines import checkpoint
-from rlkit.runs import RunOptions, resume, run_recipe, save, start_run
+from rlkit.runs import RunOptions, out_of_memory, resume, run_recipe, save, start_run
 from rlkit.tracking import PHASES, Run, read_metrics, watchdog
 
 GLOO = "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1"
@@ -133,6 +134,25 @@ def test_an_out_of_memory_error_says_where_and_what_to_do(end):
         end("step 1", raises(torch.OutOfMemoryError("Tried to allocate 2.00 GiB")))
     (note,) = error.value.__notes__
     assert "task-seed0: rank 0 ran out of memory in the phase set_up. `python -m rlkit.plan`, with the recipe" in note
+
+
+@pytest.mark.parametrize("options", [["--memory_snapshot"], []])
+def test_an_out_of_memory_error_leaves_a_snapshot_of_what_was_recorded(end, tmp_path, monkeypatch, options):
+    """torch's recorder for GPUs is a stand-in here."""
+    calls = []
+    memory = SimpleNamespace(
+        _record_memory_history=lambda max_entries: calls.append(("record", max_entries > 1000)),
+        _dump_snapshot=lambda path: calls.append(("write", path)),
+    )
+    cuda = SimpleNamespace(is_available=lambda: True, memory=memory)
+    stand_in = SimpleNamespace(cuda=cuda, OutOfMemoryError=torch.OutOfMemoryError)
+    monkeypatch.setattr(out_of_memory, "torch", stand_in)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        end("step 1", raises(torch.OutOfMemoryError("Tried to allocate 2.00 GiB")), *options)
+    file = str(tmp_path / "run" / "memory-rank-0.pickle")
+    assert calls == ([("record", True), ("write", file)] if options else [])
+    shown = [f"{file} shows all allocations; open it at https://docs.pytorch.org/memory_viz"]
+    assert error.value.__notes__[1:] == (shown if options else [])
 
 
 def test_a_rank_that_is_lost_is_one_sentence(end):

@@ -1,4 +1,7 @@
-"""The plan of SmolLM2-135M, with all of its layers, and what a process takes: `make pretrained`, as it takes long."""
+"""The plan of SmolLM2-135M, with a reference or adapters, and what a process takes: `make pretrained`.
+
+All weights without a reference are in test_plan.py.
+"""
 
 import json
 import subprocess

@@ -65,6 +65,11 @@ COMMANDS = {  # recipe, arguments
         "--gpu", "l4-24gb", "--gpu_memory", "7", "--max_tokens", "2048", "--max_new_tokens", "0",
         "--no_enable_gradient_checkpointing", "--micro_batch_tokens", "8192",
     ]),
+    "weights_too_large": ("grpo_vlm", ["--gpu", "x", "--gpu_memory", "0.009", *SHORT]),
+    "nothing_left_to_save": ("grpo_vlm", [
+        "--gpu", "x", "--gpu_memory", "0.03", "--use_fused_kernels", "--offload_between_phases", "--micro_batch_tokens",
+        "128", "--lora_rank", "8", "--dtype", "bfloat16", "--quantize_base", *SHORT,
+    ]),
     "reward_model": ("reward_model", ["--max_tokens", "256"]),
     "unknown_gpu": ("grpo_vlm", ["--gpu", "h1000"]),
     "no_ranks": ("grpo_vlm", ["--nproc", "0"]),

@@ -12,7 +12,6 @@ from rlkit.plan.recipes import load_recipe, recipe_options
 
 RANKS = 2
 CASES = {  # models beside the policy, options
-    "all weights": ((), []),
     "all weights and a reference": (("reference",), []),
     "adapters": ((), ["--lora_rank", "16"]),
     "adapters, whose base is the reference": (("reference",), ["--lora_rank", "16"]),

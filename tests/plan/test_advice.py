@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from rlkit.plan import __main__ as command_line
-from rlkit.plan.fit import GIB, LOADING, Plan, distinct_gib, ways_to_fit
+from rlkit.plan.fit import GIB, LOADING, Plan, distinct_gib, least_bytes, ways_to_fit
 from rlkit.plan.hardware import USABLE, gpu_named
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Rehearsal, Roles
@@ -141,13 +141,58 @@ def test_long_rows_can_be_shared_by_ranks_and_frozen_weights_can_be_smaller():
     ulysses = [[f"--ulysses_sequence_parallel_size {size}"] for size in (2, 4)]  # of 12 ranks and 8 heads
     lora = ["--lora_rank 32", "--dtype bfloat16", "--quantize_base"]
     adapters = [lora[:1], lora[:2], lora]
-    gpus = [[f"{12 * factor} GPUs in place of 12"] for factor in (2, 4, 8)]
+    gpus = [[f"{number} GPUs in place of 12"] for number in (24, 48, 96)]
+    both = [[*way, *number] for number in gpus for way in adapters[1:]]
     offload = ["--offload_between_phases"]
-    assert ways(12) == [offload, *([*offload, *way] for way in (*ulysses, *adapters, *gpus))]
+    assert ways(12) == [offload, *([*offload, *way] for way in (*ulysses, *adapters, *gpus, *both))]
     small = [["--dtype bfloat16"], ["--dtype bfloat16", "--quantize_base"]]
-    assert ways(12, lora_rank=8, offload_between_phases=True) == [*ulysses, *small, *gpus]
+    assert ways(12, lora_rank=8, offload_between_phases=True) == [
+        *ulysses, *small, *gpus, *([*way, *number] for number in gpus for way in small),
+    ]  # fmt: skip
     sent_alone = {"lora_rank": 8, "sync_adapters": True, "rollout": "vllm", "offload_between_phases": True}
-    assert ways(12, **sent_alone) == [*ulysses, small[0], *gpus]  # the sampler would have other base weights
+    both = [[*small[0], *number] for number in gpus]
+    assert ways(12, **sent_alone) == [*ulysses, small[0], *gpus, *both]  # 4 bits: other base weights than the sampler's
+
+
+@pytest.mark.parametrize(
+    ("resident", "gpus_per_node", "gpus"),
+    [(0, 8, ["2", "4", "4"]), (380, 8, ["2", "4", "8"]), (380, 4, ["2", "4", "4"])],
+)
+def test_a_sampler_is_split_over_gpus_that_there_are_not_yet(resident, gpus_per_node, gpus):
+    """200 GiB beside the trainer, on 2, 4 and 8 GPUs of 73.6 GiB in place of one, which cannot split it."""
+    weights = 200 << 30
+    sampler = SamplerMemory(weights, 0, 0, 2, utilization=0.8, share=0.8)
+    plan = plan_of(400, sampler, **{"weight sync": {"parameters": 20 << 30, "sampler's weights": weights}})
+    plan = replace(plan, rehearsal=replace(plan.rehearsal, resident={"parameters": resident << 30}))
+    found = list(ways_to_fit(config(rollout="vllm"), plan, LLAMA, 1, gpus_per_node))
+    split = [way.cfg.rollout_options.get("tensor_parallel_size") for way in found if way.world > 1]
+    assert split == [*gpus, *(number for number in gpus for _ in range(2))]  # and with LoRA in 16 and 4 bits
+    assert not any(way.cfg.rollout_options for way in found if way.world == 1)
+    wanted = [f"--rollout_options tensor_parallel_size {gpus[2]}", "--lora_rank 32", "--dtype bfloat16"]
+    assert [*wanted, "8 GPUs in place of 1"] in [way.changes[-4:] for way in found]
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "least"),
+    [
+        ({}, 1, 16),  # bytes for each parameter: weights, gradients and two moments
+        ({}, 8, 2),
+        ({"parallel": {"fsdp_size": 2}}, 8, 8),
+        ({"dtype": "bfloat16"}, 1, 8),
+        ({"lora_rank": 8}, 2, 2),
+        ({"lora_rank": 8, "quantize_base": True}, 1, 0.5),
+        ({"rollout": "vllm"}, 1, 16),
+        ({"rollout": "vllm"}, 16, 2.25),  # two of vLLM, and the shard that is sent
+        ({"rollout": "vllm", "rollout_options": {"tensor_parallel_size": "8"}, "lora_rank": 8}, 8, 0.25 + 0.5),
+        ({"rollout": "vllm", "lora_rank": 8, "dtype": "bfloat16", "sync_adapters": True}, 8, 2),
+        ({"rollout": "vllm_server", "lora_rank": 8}, 8, 0.5),
+        ({"engine": "megatron"}, 1, 0),  # is not rehearsed
+    ],
+)
+def test_the_least_of_a_gpu_is_arithmetic(options, world, least):
+    plan = plan_of(1, SamplerMemory(0, 0, 2, 2))
+    plan = replace(plan, rehearsal=replace(plan.rehearsal, parameters=4800, trainable=4800))
+    assert least_bytes(config(**options), plan, LLAMA, world) == least * 4800
 
 
 def test_megatron_splits_weights_over_tensor_ranks_and_stages():

@@ -1,6 +1,8 @@
 """benchmarks/gpu.py, which needs a GPU for its numbers: one engine at a time, and no table is lost."""
 
 import gc
+import os
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -81,6 +83,19 @@ def test_vllm_can_suppress_the_ids_without_a_token(tmp_path):
     """The tiny model's tokenizer has 293 tokens, the model 151,936 ids."""
     processor = gpu.write_without_weights(qwen_vl("qwen2.5-vl-3b"), tmp_path)
     _check_logit_biases(load_config(str(tmp_path)), processor)
+
+
+def test_the_script_ends_within_eight_minutes_also_if_it_does_not_listen(tmp_path):
+    """The command `timeout` is a stand-in that writes down what it is asked for."""
+    command = tmp_path / "timeout"
+    command.write_text('#!/bin/sh\necho "$@"\n')
+    command.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python"}
+    script = HERE.parents[1] / "benchmarks" / "gpu.sh"
+    done = subprocess.run([script, "--small"], env=env, capture_output=True, text=True)
+    kill_after, limit, *rest = done.stdout.split()
+    assert kill_after.startswith("--kill-after=") and int(limit) + int(kill_after.partition("=")[2]) < 480
+    assert rest == ["python", "benchmarks/gpu.py", "--small"]
 
 
 def test_a_table_is_written_before_the_next_one_fails(tmp_path, capsys):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from rlkit.plan import __main__ as command_line
@@ -15,6 +16,7 @@ from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.weights import weight_and_optimizer_bytes
 
+FAMILY = f"model_type: expected a family that transformers {transformers.__version__} knows"
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--no_advice"]
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -60,6 +62,57 @@ def test_options_of_another_engine_are_named(model, options, sentence):
     assert refusal(model, "--engine", *options).startswith(f"plan: {sentence}")
 
 
+SERVER_OPTIONS = "servers: expected none with --rollout {0}, which samples in the processes of the run, got http://a:1"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "sentence"),
+    [
+        ("grpo_vlm", ["--rollout", "vllm", "--servers", "http://a:1"], SERVER_OPTIONS.format("vllm")),
+        ("sft", ["--servers", "http://a:1"], SERVER_OPTIONS.format("hf")),
+        ("grpo_vlm", ["--rollout", "vllm_server"], "servers: expected URLs for --rollout vllm_server, got none; "),
+        (
+            "grpo_vlm",
+            ["--rollout", "hf", "--rollout_options", "tensor_parallel_size", "2"],
+            "hf rollout: expected options gathered, processor, ",
+        ),
+        ("grpo_vlm", ["--rollout", "ollama"], "rollout: expected one of hf, sglang, vllm, vllm_server, got 'ollama'"),
+        ("grpo_vlm", ["--max_new_tokens", "0"], "max_new_tokens: expected at least 1, got 0"),
+        ("grpo_vlm", ["--rollout", "vllm", "--temperature", "1e-9"], "temperature: expected one from "),
+        ("sft", ["--keep_best"], "evaluate_every: expected at least 1 with --keep_best, got 0"),
+        ("grpo_vlm", ["--group_size", "1"], "group_size: expected at least 2, got 1"),
+        ("reinforce", ["--advantage", "rloo", "--group_size", "1"], "group_size: expected at least 2, got 1"),
+        ("kto", ["--prompts_per_step", "1"], "prompts_per_step: expected at least 2 without --no_baseline, got 1"),
+        ("dapo", ["--epochs", "1"], "epochs: expected --steps, as steps vary in size, got 1"),
+    ],
+)
+def test_what_the_run_refuses_is_refused_before_anything_is_planned(recipe, options, sentence, tmp_path, monkeypatch):
+    """Options that the recipe itself checks before it loads its task, and those that all runs check."""
+    monkeypatch.setattr(command_line, "recipe_roles", lambda *_: pytest.fail("planned"))
+    with pytest.raises(SystemExit) as end:
+        command_line.main([f"recipes/{recipe}.py", "--model", str(tmp_path), *options])
+    assert str(end.value).startswith(f"plan: {sentence}") and "\n" not in str(end.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("grpo_vlm", ["--rollout", "vllm_server", "--server_gpus", "2"]),
+        ("grpo_async", ["--rollout", "vllm_server"]),  # the recipe starts servers itself
+        ("reinforce", ["--advantage", "remax", "--group_size", "1"]),
+        ("sft", ["--max_new_tokens", "0", "--rollout_options", "dtype", "float32"]),  # nothing is sampled
+        ("grpo_vlm", ["--rollout", "vllm", "--rollout_options", "max_num_seqs", "8"]),
+    ],
+)
+def test_what_the_run_takes_is_planned(recipe, options, tmp_path, monkeypatch):
+    def planned(*_):
+        raise ValueError("planned")
+
+    monkeypatch.setattr(command_line, "recipe_roles", planned)
+    with pytest.raises(SystemExit, match="^plan: planned$"):
+        command_line.main([f"recipes/{recipe}.py", "--model", str(tmp_path), *options])
+
+
 def test_padded_rows_are_not_planned_but_their_weights_are(model, capsys):
     sentence = "plan: use_remove_padding: expected True in a plan, got False: masks of padded rows are not counted"
     assert refusal(model, "--no_use_remove_padding") == f"{sentence}; use --weights_only"
@@ -81,6 +134,26 @@ def test_a_family_without_a_causal_language_model_is_one_sentence(tmp_path, fami
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     said = f"expected a causal language model, got an encoder or encoder-decoder of the family {family}"
     assert refusal(tmp_path) == f"plan: model {str(tmp_path)!r}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"model_type": "frobnicator"}, f"{FAMILY}, got 'frobnicator'"),
+        ({"model_type": ["llama"]}, f"{FAMILY}, got ['llama']"),
+        ({"hidden_size": 64}, f"{FAMILY}, got None"),
+        ({"model_type": "frobnicator", "auto_map": {"AutoConfig": "x.Y"}}, f"{FAMILY}, got 'frobnicator'; the model "
+         "brings its own code, which runs with --trust_remote_code (trust_remote_code=True)"),
+        ([], "config.json: expected a mapping of names to values, got list"),
+    ],
+)  # fmt: skip
+def test_a_config_without_a_known_family_is_one_sentence(tmp_path, content, said):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert refusal(tmp_path) == f"plan: model {str(tmp_path)!r}: {said}"
+    file = tmp_path / "config.json"  # also where the configuration alone names the model, or is changed
+    named = f"plan: model {str(tmp_path)!r}: {said}"
+    assert refusal(file) == refusal(file, "--model_config", "hidden_size=64") == named
+    assert refusal(tmp_path, "--model_config", "hidden_size=64") == named
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])

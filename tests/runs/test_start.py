@@ -78,6 +78,15 @@ def test_a_back_end_on_servers_needs_servers(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+def test_servers_that_would_not_be_used_are_refused(tmp_path, rollout):
+    cfg = SampledOptions(out=str(tmp_path / "run"), model="some/model", rollout=rollout, servers=("http://a:1",))
+    sentence = f"servers: expected none with --rollout {rollout}, which samples in the processes of the run, got http:"
+    with pytest.raises(ValueError, match=f"^{sentence}//a:1; use --rollout vllm_server or sglang$"):
+        start_run(cfg, "task")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("set_up", [True, False])
 def test_only_the_errors_of_the_set_up_are_one_sentence(tmp_path, monkeypatch, set_up):
     """`resume` is its last step. A run is named after the file of its options, so a copied recipe has its own name."""
