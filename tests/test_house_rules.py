@@ -44,7 +44,7 @@ REPLACED = {
         "module.name": "the same, for functions that recurrent layers call",
     },
     "rlkit.plan.rehearsal": {
-        "rlkit.vlm.adapt._initialise": "it makes the adapters of an empty model in host memory, and a plan only counts them",
+        "rlkit.vlm.adapt._initialise": "it makes adapters in host memory, which a plan only counts",
     },
     "rlkit.rollout.vllm": {
         "torch.set_num_threads": "vLLM replaces it on a CPU; restored after vLLM has started",
