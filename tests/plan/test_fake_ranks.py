@@ -21,7 +21,7 @@ def test_a_real_mask_chooses_as_many_numbers_as_it_has_true_entries(shape):
 
 
 def test_the_positions_of_a_mask_take_no_memory():
-    """Those of masks over all numbers of all tokens, as in ERNIE 4.5 VL, took a GiB for a layer, and most of the time."""
+    """Those of masks over all numbers of all tokens, as in ERNIE 4.5 VL, took a GiB for a layer, and much time."""
     mask = torch.ones(1, 100, 20, dtype=torch.bool)
     positions = fake_ranks._positions([mask, None])
     assert [None if x is None else x.shape for x in positions] == [(2000,)] * 3 + [None]
