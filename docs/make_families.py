@@ -264,6 +264,8 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
   the time and memory of all other layers, but not of these. With gradient checkpointing, only one of these layers at a
   time holds activations of all tokens. On a GPU, `pip install -e '.[linear-attention]'` and
   `pip install --no-build-isolation causal-conv1d` install the kernels that transformers uses for the gated delta rule.
+  Those for Mamba are in causal-conv1d and mamba-ssm (`MAMBA_KEEP_CUDA_BUILD=TRUE pip install --no-build-isolation
+  mamba-ssm`; the variable is for Jamba's kernel); rlkit was not tested with them.
   Adapters are not put on `out_proj` and `conv1d` of Mamba layers, whose weights go into a fused kernel on GPUs.
 - **Llama 4.** Chunked attention counts its chunks from the start of each packed sequence, and the temperature of layers
   without RoPE follows the positions, as in single sequences. `--rollout hf` refuses left-padded rows from `floor_scale`

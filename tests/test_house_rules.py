@@ -41,7 +41,10 @@ REPLACED = {
     "rlkit.plan.kernels": {
         "rlkit.losses._triton.vocabulary_sums": "a plan allocates what the kernels do, and computes nothing",
         "rlkit.losses._triton.logit_gradients": "the same",
-        "module.name": "the same, for functions that layers with the gated delta rule call",
+        "module.name": "the same, for functions that recurrent layers call",
+    },
+    "rlkit.plan.rehearsal": {
+        "rlkit.vlm.adapt._initialise": "it makes adapters in host memory, which a plan only counts",
     },
     "rlkit.rollout.vllm": {
         "torch.set_num_threads": "vLLM replaces it on a CPU; restored after vLLM has started",

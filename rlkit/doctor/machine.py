@@ -53,6 +53,7 @@ FEATURES = (
     Feature("--use_fused_kernels: Liger", "liger_kernel", "pip install -e '.[liger]'", on_gpu=True),
     Feature("flash attention", "flash_attn", "pip install flash-attn", on_gpu=True),
     Feature("gated delta rule: kernels", "fla.ops.gated_delta_rule", LINEAR_ATTENTION, on_gpu=True),
+    Feature("Mamba: kernels", "mamba_ssm", "pip install --no-build-isolation mamba-ssm", on_gpu=True),
     Feature("causal-conv1d kernels", "causal_conv1d", "pip install --no-build-isolation causal-conv1d", on_gpu=True),
     Feature("--reward maths", "math_verify", "pip install -e '.[rewards]'"),
     Feature("a chat model as judge", "openai", "pip install -e '.[rewards]'"),

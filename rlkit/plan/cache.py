@@ -16,7 +16,7 @@ def cache_bytes(config: Any, tokens: int) -> int:
     - sliding window: the same for the last tokens of the window
     - chunked attention: the same for the tokens of a chunk, at most
     - multi-head latent attention: the latent vector and the rotary key of each token
-    - recurrent layers (gated delta rule, Mamba-2, short convolution): a state that does not grow
+    - recurrent layers (gated delta rule, Kimi delta attention, Mamba, short convolution): a state that does not grow
     - hybrid layers: both
     - layers that use the keys and values of another one, or have no attention: nothing
 
@@ -59,6 +59,9 @@ def state_bytes(text: Any) -> int:
         inputs = (text.linear_conv_kernel_dim - 1) * (2 * keys + values)
         size = 4 if getattr(text, "mamba_ssm_dtype", None) == "float32" else HALF
         return HALF * inputs + size * values * text.linear_key_head_dim
+    if hasattr(text, "linear_num_heads"):  # Kimi delta attention
+        inner = text.linear_num_heads * text.linear_head_dim
+        return HALF * (text.linear_conv_kernel_dim - 1) * 3 * inner + 4 * inner * text.linear_head_dim
     if hasattr(text, "mamba_d_state") and hasattr(text, "mamba_n_groups"):  # Mamba-2
         inner = text.mamba_n_heads * text.mamba_d_head
         inputs = (text.mamba_d_conv - 1) * (inner + 2 * text.mamba_n_groups * text.mamba_d_state)

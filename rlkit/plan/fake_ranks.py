@@ -78,11 +78,18 @@ def _is_index(x: Tensor) -> bool:
 
 
 def _positions(indices: Any) -> list[Any]:
-    """The indices, with each real boolean mask replaced by the positions of its True entries."""
+    """The indices, with each real boolean mask replaced by positions, of which only the number is right.
+
+    Masks may have an entry for each number of each token, whose positions would take 8 bytes for each dimension.
+    """
     positions: list[Any] = []
     for index in indices:
         is_mask = type(index) is Tensor and index.dtype == torch.bool
-        positions += list(index.nonzero(as_tuple=True)) if is_mask else [index]
+        if not is_mask:
+            positions.append(index)
+            continue
+        chosen = int(index.count_nonzero())
+        positions += [torch.zeros(1, dtype=torch.int64).expand(chosen)] * index.ndim
     return positions
 
 

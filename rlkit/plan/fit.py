@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe
 from rlkit.plan import megatron
+from rlkit.plan.cache import cache_bytes
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
 from rlkit.plan.sampler import SamplerMemory, Servers, sampler_memory, sequence_bytes, weight_bytes
@@ -90,13 +91,15 @@ def make_plan(
     Raises:
         ValueError: the engine or the model refuses an option.
     """
+    config, samples = roles.policy or roles.critic, roles.policy is not None and cfg.max_new_tokens
+    if samples and (cfg.rollout == "vllm" or servers is not None):
+        cache_bytes(config, 1)  # refuse layers whose cache is not known now, and not after minutes of rehearsal
     rehearsal = (megatron.estimate if cfg.engine == "megatron" else rehearse)(cfg, roles, world, image_tokens)
-    config = roles.policy or roles.critic
     resident = rehearsal.resident
     rows = rehearsal.workload.sampled_rows
     sampler = SamplerMemory(0, 0, rows, rows)
     phases = {"load": loading(cfg, rehearsal), **rehearsal.peaks}
-    if roles.policy is not None and cfg.max_new_tokens:
+    if samples:
         sampler = sampler_memory(cfg, config, rehearsal, world, gpu, servers)
         taken = {
             "sampler's weights": sampler.weights,

@@ -2,7 +2,7 @@
 
 For its backward pass, attention saves queries, keys, values, the output and one log-sum-exp per query and head. With
 `use_fused_kernels`, the output layer saves a few sums per token, and allocates the logit gradient of one chunk.
-Recurrent layers are taken to use flash-linear-attention and causal-conv1d.
+Recurrent layers are taken to use flash-linear-attention, mamba-ssm (`rlkit.plan.mamba_kernels`) and causal-conv1d.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from rlkit.engines.packing import attention, vision_attention
 from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
+from rlkit.plan.mamba_kernels import chunk_scan, selective_scan, split_scan
 from rlkit.vlm.families import recurrent_layers
 
 CHUNK = 64  # tokens that flash-linear-attention computes at a time
@@ -128,6 +129,9 @@ def planned_recurrence(models: Iterable[Any]) -> Iterator[None]:
     stand_ins = {
         "torch_chunk_gated_delta_rule": _delta_rule,
         "chunk_kimi_delta_attention": _delta_rule,
+        "mamba2_split_conv1d_scan_combined": split_scan,  # in training
+        "mamba2_chunk_scan": chunk_scan,
+        "mamba_selective_scan": selective_scan,
         "causal_conv1d_fn": _convolution,
     }
     with ExitStack() as stack:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from rlkit.plan.workload import (
 from rlkit.rollout.servers.weight_transfer import buckets
 from rlkit.runs.models import freeze_parts, shared_options, trained_part, training_engine
 from rlkit.runs.options import generates, sends_adapters
+from rlkit.vlm import adapt
 from rlkit.vlm.loading import empty_model, has_vision
 from rlkit.vlm.nf4 import weight_counts
 
@@ -145,9 +147,9 @@ def _models(cfg: Any, roles: Roles) -> dict[str, Any]:
         if roles.reference is roles.policy:  # not a teacher: frozen as in `build_reference`
             freeze_parts(cfg, models["reference"])
     if roles.policy is not None:
-        models["policy"] = trained_part(cfg, empty(roles.policy, dtype))
+        models["policy"] = empty_trained_part(cfg, empty(roles.policy, dtype))
     if roles.critic is not None:
-        models["critic"] = trained_part(cfg, with_value_head(empty(roles.critic, dtype)), head=True)
+        models["critic"] = empty_trained_part(cfg, with_value_head(empty(roles.critic, dtype)), head=True)
     return models
 
 
@@ -374,6 +376,12 @@ def local(tensors: Iterable[Any]) -> list[Tensor]:
 def empty(config: Any, dtype: torch.dtype) -> Any:
     """A model of this configuration: parameters on the meta device, buffers with real values."""
     return empty_model(config.name_or_path, copy.deepcopy(config), dtype=dtype)
+
+
+def empty_trained_part(cfg: Any, model: Any, *, head: bool = False) -> Any:
+    """As `trained_part`; the adapters of a model on the meta device stay there. Those of experts may be many GiB."""
+    with mock.patch.object(adapt, "_initialise", lambda layer: None):
+        return trained_part(cfg, model, head=head)
 
 
 def without_memory(model: torch.nn.Module) -> None:

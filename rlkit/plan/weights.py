@@ -8,8 +8,7 @@ import torch
 
 from rlkit.plan.fit import distinct_gib
 from rlkit.plan.hardware import USABLE, Gpu
-from rlkit.plan.rehearsal import Roles, empty
-from rlkit.runs.models import trained_part
+from rlkit.plan.rehearsal import Roles, empty, empty_trained_part
 
 
 def weight_and_optimizer_bytes(cfg: Any, roles: Roles, world: int) -> int:
@@ -21,7 +20,7 @@ def weight_and_optimizer_bytes(cfg: Any, roles: Roles, world: int) -> int:
     sizes = []
     for config, head in ((roles.policy, False), (roles.critic, True)):
         if config is not None:
-            model = trained_part(cfg, empty(config, getattr(torch, cfg.dtype)), head=head)
+            model = empty_trained_part(cfg, empty(config, getattr(torch, cfg.dtype)), head=head)
             sizes.append(sum(x.numel() * x.element_size() * (4 if x.requires_grad else 1) for x in model.parameters()))
     return (max if cfg.offload_between_phases else sum)(sizes) // cfg.parallel.get("fsdp_size", world)
 

@@ -16,6 +16,7 @@ from rlkit.runs.vllm_options import longest_answer, longest_row
 from rlkit.vlm.families import PATCH_ROW_FAMILIES, numbers_per_patch
 from rlkit.vlm.loading import has_vision
 from rlkit.vlm.long_rope import usable_context
+from rlkit.vlm.processors import placeholder_ids
 
 TEXT_BESIDE_IMAGE = 64  # text tokens of a prompt with an image, unless --image_tokens is given
 
@@ -223,7 +224,9 @@ def _group(workload: Workload, config: Any, number: int) -> Sequence[Sample]:
 
     Images of a family whose patch layout is not known are text tokens here, which the tower does not encode.
     """
-    vision, text = {}, [number % 1000 + 10]
+    special = placeholder_ids(config)
+    ordinary = [token for token in range(10, 1010 + len(special)) if token not in special]
+    vision, text = {}, [ordinary[number % 1000]]
     ids = text * (workload.prompt - workload.image_tokens)
     if patches := workload.image_patches(config):
         vision_config = config.vision_config
@@ -235,5 +238,6 @@ def _group(workload: Workload, config: Any, number: int) -> Sequence[Sample]:
         ids += text * workload.image_tokens
     question = prompt_sample(ids, vision=vision, group_id=number)
     return [
-        append_response(question, [10] * workload.answer, [0.0] * workload.answer) for _ in range(workload.group_size)
+        append_response(question, ordinary[:1] * workload.answer, [0.0] * workload.answer)
+        for _ in range(workload.group_size)
     ]

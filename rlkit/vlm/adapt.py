@@ -220,7 +220,8 @@ def lora(
         exclude_modules="|".join(f"({pattern})" for pattern in excluded) or None,
     )
     random_state = torch.get_rng_state()
-    model = peft.get_peft_model(model, config)
+    is_meta = any(p.is_meta for p in model.parameters())  # then peft need not initialise what is initialised below
+    model = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
     if embedding := next((name for name, _ in model.named_parameters() if ".lora_embedding_" in name), None):
         raise ValueError(
             f"target_modules: expected linear layers, whose adapters can be sent to a sampler, got an embedding: "

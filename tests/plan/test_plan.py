@@ -337,6 +337,19 @@ LAYERS = [  # config, bytes of a sequence of 10 tokens; test_vllm.py compares th
     (("deepseek_v3", {"kv_lora_rank": 6, "qk_rope_head_dim": 4}), 10 * 2 * (6 + 4) * 2),
     (("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}), (2 * 32 + 10 * 2 * 2 * 8) * 2),
     (
+        (
+            "kimi_linear",
+            {
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_heads": 2,
+                "linear_head_dim": 8,
+                "kv_lora_rank": 6,
+                "qk_rope_head_dim": 4,
+            },
+        ),
+        2 * 3 * 3 * 16 + 4 * 2 * 8 * 8 + 10 * 2 * (6 + 4),
+    ),
+    (
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 4}),
         (2 * 32 * (3 + 8) + 10 * 2 * 2 * 8) * 2,
     ),
@@ -354,8 +367,8 @@ def test_cache_of_a_sequence(case, expected):
     ("config", "sentence"),
     [
         (
-            AutoConfig.for_model("kimi_linear", layer_types=["linear_attention"], num_hidden_layers=1),
-            "model: expected recurrent layers whose state is known, got those of kimi_linear",
+            LlamaConfig(layer_types=["linear_attention"], num_hidden_layers=1),
+            "model: expected recurrent layers whose state is known, got those of llama",
         ),
         (
             LlamaConfig(layer_types=["indexed_attention"], num_hidden_layers=1),
@@ -367,6 +380,16 @@ def test_layers_whose_cache_is_unknown_are_named(config, sentence):
     with pytest.raises(ValueError) as error:
         cache_bytes(config, 10)
     assert str(error.value) == sentence
+
+
+def test_layers_whose_cache_is_unknown_are_named_before_a_rehearsal(tmp_path, monkeypatch):
+    LlamaConfig(layer_types=["indexed_attention"], num_hidden_layers=1).save_pretrained(tmp_path)
+    monkeypatch.setattr("rlkit.plan.fit.rehearse", lambda *_: pytest.fail("rehearsed"))
+    module = load_recipe("recipes/grpo_vlm.py")
+    cfg = recipe_options(module, ["--model", str(tmp_path), "--rollout", "vllm", *LENGTHS])
+    roles = Roles(policy=AutoConfig.from_pretrained(tmp_path))
+    with pytest.raises(ValueError, match="expected layers whose cache is known, got indexed_attention of llama"):
+        make_plan(cfg, roles, 2, gpu_named("h100-80gb"), None)
 
 
 def test_a_family_whose_flops_are_unknown_has_no_floor_of_seconds():

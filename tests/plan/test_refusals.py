@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from rlkit.plan import __main__ as command_line
 from rlkit.plan import megatron, rehearsal
@@ -191,6 +191,20 @@ def test_weights_gradients_and_optimizer_alone(model, options, numbers):
     roles = recipe_roles(module, cfg)
     parameters = sum(p.numel() for p in rehearsal.empty(roles.policy, torch.float32).parameters())
     assert weight_and_optimizer_bytes(cfg, roles, world) == pytest.approx(numbers * parameters, rel=0.02)
+
+
+def test_adapters_of_experts_take_no_memory_before_a_rehearsal(tmp_path):
+    """Those of all experts of a published model take tens of GiB."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "vocab_size": 1000, "num_experts": 4, "moe_intermediate_size": 64}
+    Qwen3MoeConfig(**sizes).save_pretrained(tmp_path)
+    module = load_recipe("recipes/ppo.py")
+    cfg = recipe_options(module, ["--model", str(tmp_path), "--lora_rank", "4"])
+    models = rehearsal._models(cfg, recipe_roles(module, cfg))
+    assert models.keys() == {"policy", "critic"}
+    for model in models.values():
+        adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
+        assert any("experts" in name for name in adapters)
+        assert [name for name, p in adapters.items() if not p.is_meta] == []
 
 
 def test_offloaded_megatron_engines_are_on_the_gpu_one_at_a_time(model):

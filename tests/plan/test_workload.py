@@ -198,3 +198,16 @@ def test_an_episode_beside_a_long_prompt_is_not_one_token():
     tools = load_recipe("recipes/grpo_tools.py").Config(model="MODEL", max_prompt_tokens=4096, micro_batch_tokens=4096)
     assert tools.max_turns > 1
     assert with_limited_rows(tools, LLAMA).max_response_tokens == 1024
+
+
+@pytest.mark.parametrize(("family", "options", "ids"), [
+    ("mistral3", {}, {10}),  # that of published models
+    ("exaone4_5", {"image_token_id": 12, "video_token_id": 11}, {11, 12}),
+])  # fmt: skip
+def test_placeholder_text_has_no_tokens_of_images(family, options, ids):
+    """The engine refuses image tokens without an image."""
+    workload = Workload(prompt=8, answer=4, image_tokens=0, prompts=4, group_size=2)
+    config = AutoConfig.for_model(family, **options)
+    samples = [sample for number in range(4) for sample in _group(workload, config, number)]
+    assert not ids & {token for sample in samples for token in sample.token_ids}
+    assert len({sample.token_ids[0] for sample in samples}) == 4  # groups differ
