@@ -1,4 +1,4 @@
-"""Run by `test_simulated_gpu.py`: steps of an engine on a simulated GPU, as one of two ranks. Prints JSON.
+"""Run by `test_simulated_gpu.py`: steps of an engine on a simulated GPU, as one of four ranks. Prints JSON.
 
 For each family and each option, and each method of the engine: how often the host waited for the device in code of
 rlkit, and where. Arguments are names of other families.
@@ -15,6 +15,7 @@ from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlkit.engines import distributed, make_engine, register_engine
+from rlkit.engines.fsdp import fsdp2
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses import (
     clipped_policy_loss,
@@ -36,6 +37,12 @@ OPTIONS = {
     "adapters": {},
     "value model": {},
     "only scores": {"only_scores": True},
+}
+LAYOUTS = {
+    "hybrid sharding": {"fsdp_size": 2},
+    "ulysses": {"ulysses_sequence_parallel_size": 2},
+    "tensor parallelism": {"tensor": 2},
+    "tensor parallelism, fused": {"tensor": 2, "use_fused_kernels": True},
 }
 
 
@@ -119,13 +126,16 @@ def what_is_seen():
 
 
 def main(families):
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    distributed.gather_objects = lambda x, group=None: [x]  # there is no other rank
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    # there are no other ranks
+    distributed.gather_objects = lambda x, group=None: [x]
+    fsdp2.make_model_parallel_group = lambda rank, size: None
     register_engine("language_model", "fsdp2", "gpu", "rlkit.engines.fsdp.fsdp2:Fsdp2Engine")
     register_engine("value_model", "fsdp2", "gpu", "rlkit.engines.fsdp.value_engine:Fsdp2ValueEngine")
     found = {family: waits(family, "", {}) for family in families or FAMILIES}
     if not families:
         found |= {kind: waits("qwen2_5_vl", kind, options) for kind, options in OPTIONS.items()}
+        found |= {kind: waits("qwen2", kind, options) for kind, options in LAYOUTS.items()}
     print(json.dumps({"steps": found, "seen": what_is_seen()}))
 
 

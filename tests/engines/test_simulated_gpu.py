@@ -16,6 +16,7 @@ FAMILIES = ["qwen2", "qwen3_moe", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "gem
 OPTIONS = [
     "in one micro-batch", "padded", "prompts not shared", "fused", "checkpointing", "adapters", "value model",
 ]  # fmt: skip
+LAYOUTS = ["hybrid sharding", "ulysses", "tensor parallelism", "tensor parallelism, fused"]
 READ, COPY = "aten._local_scalar_dense.default", "copy to the host"
 
 
@@ -29,13 +30,13 @@ def found():
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, *OPTIONS])
+@pytest.mark.parametrize("case", [*FAMILIES, *OPTIONS, *LAYOUTS])
 def test_the_host_waits_twice_in_a_training_step(case, found):
     """For the norm of the gradient, which decides about the step, and for the metrics: not in each micro-batch."""
     assert found["steps"][case]["train_batch"] == {f"train_batch: {READ}": 1, f"reduce_metrics: {COPY}": 1}
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, *OPTIONS, "only scores"])
+@pytest.mark.parametrize("case", [*FAMILIES, *OPTIONS, *LAYOUTS, "only scores"])
 def test_the_host_waits_once_for_log_probabilities(case, found):
     assert found["steps"][case]["infer_batch"] == {f"infer_batch: {COPY}": 1}
 
