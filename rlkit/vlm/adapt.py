@@ -219,9 +219,7 @@ def lora(
         target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
         exclude_modules="|".join(f"({pattern})" for pattern in excluded) or None,
     )
-    random_state = torch.get_rng_state()
-    is_meta = any(p.is_meta for p in model.parameters())  # then peft need not initialise what is initialised below
-    model = peft.get_peft_model(model, config, low_cpu_mem_usage=is_meta)
+    model = peft.get_peft_model(model, config, low_cpu_mem_usage=True)  # on the meta device: initialised below
     if embedding := next((name for name, _ in model.named_parameters() if ".lora_embedding_" in name), None):
         raise ValueError(
             f"target_modules: expected linear layers, whose adapters can be sent to a sampler, got an embedding: "
@@ -230,10 +228,8 @@ def lora(
     head = model.get_base_model().get_output_embeddings()
     if hasattr(head, "lora_A") and head.weight is model.get_input_embeddings().weight:
         raise ValueError("target_modules: expected no output layer that is tied to the embedding, got one")
-    adapted = [layer for layer in model.modules() if "default" in getattr(layer, "lora_A", ())]
-    if any(layer.lora_A["default"].weight.is_meta for layer in adapted):
-        torch.set_rng_state(random_state)
-        for layer in adapted:
+    for layer in model.modules():
+        if "default" in getattr(layer, "lora_A", ()):
             _initialise(layer)
     return model
 
@@ -246,12 +242,11 @@ def _is_target(name: str, target_modules: str | Sequence[str]) -> bool:
 
 
 def _initialise(layer: Any) -> None:
-    """Initialise adapters that peft has created on the meta device, because the base weights are not loaded yet.
-
-    The random numbers are those of adapters beside loaded weights, so that a run does not depend on how it loads them.
-    """
+    """Initialise adapters that peft has created on the meta device: beside the base weights, or on the CPU if these are
+    not loaded yet. The random numbers are the same, so that a run does not depend on how it loads its weights."""
+    device = next(layer.get_base_layer().parameters()).device
     for part in (layer.lora_A, layer.lora_B):
-        part.to_empty(device="cpu")
+        part.to_empty(device="cpu" if device.type == "meta" else device)
         part["default"].reset_parameters()  # as the constructor of nn.Linear does; peft then overwrites it
     layer.reset_lora_parameters("default", True)
 

@@ -351,6 +351,21 @@ def test_lora_all_linear_leaves_vision_alone(model):
     assert not any(p.requires_grad for p in now.values())
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_begin_with_the_same_numbers_however_weights_are_loaded(family, dtype, tmp_path):
+    test_families.text_model(family, TEXT[family]).save_pretrained(tmp_path)
+    starts = []
+    for options in ({"dtype": torch.float32}, {"dtype": dtype}, {"dtype": dtype, "on_meta": True}):
+        torch.manual_seed(3)
+        adapted = lora(load_model(str(tmp_path), **options), rank=2, alpha=4)
+        starts.append({name: p for name, p in adapted.named_parameters() if p.requires_grad})
+        starts[-1]["next random number"] = torch.rand(1)
+    for start in starts[1:]:
+        assert start.keys() == starts[0].keys() and all(torch.equal(start[name], starts[0][name]) for name in start)
+    assert all(p.std() > 0 for name, p in starts[0].items() if "lora_A" in name)
+
+
 def test_lora_reaches_vision_when_it_is_asked_to(model):
     adapted = lora(model, 2, 4, adapt_towers=True)
     assert any(".visual." in name for name in trained(adapted))
