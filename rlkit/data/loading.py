@@ -24,6 +24,7 @@ from rlkit.data.formats import (
     VIDEO_COLUMNS,
     chat_row,
     check_columns,
+    check_no_unread_media,
     pair_row,
     task_row,
     unpaired_row,
@@ -57,6 +58,7 @@ from rlkit.rewards.rules import exact_match
 
 HELD_OUT_SPLITS = ("test", "validation", "val")
 DEMONSTRATION_COLUMNS = ("completion", "output", "reward_model", *CHAT_COLUMNS)  # contain an answer
+MEDIA_COLUMNS = {*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS}
 
 BUILT_IN: dict[str, Callable[[], Task]] = {"addition": addition, "digits": digits, "sorting": sorting}
 
@@ -240,6 +242,12 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
     first = [rows[i] for i in range(min(20, len(rows)))]
     if first and all("unreadable" in one for one in first):
         raise ValueError(f"{first[0]['where']}: {first[0]['unreadable']}")
+    read_media = any(row.get(column) for row in first for column in MEDIA_COLUMNS)  # also those of messages
+    if not read_media and MEDIA_COLUMNS.isdisjoint(columns_of(table)):
+        try:
+            check_no_unread_media([table[i] for i in range(len(first))])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     return rows
 
 
@@ -252,7 +260,7 @@ def _prompt_hashes(table: Any) -> np.ndarray:
     columns = columns_of(table)
     texts = [name for name in (*QUESTION_COLUMNS, "instruction") if name in columns]
     hashes = np.zeros(len(table), np.uint64)
-    if not texts or not {*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS}.isdisjoint(columns):
+    if not texts or not MEDIA_COLUMNS.isdisjoint(columns):
         return hashes
     texts += [name for name in ("input", "system", "history") if name in columns]  # which are parts of the prompt
     for i, row in enumerate(table if isinstance(table, list) else table.select_columns(texts)):

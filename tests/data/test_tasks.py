@@ -204,6 +204,43 @@ def test_images_under_another_name_are_not_left_out_in_silence(tmp_path, column)
 
 
 @pytest.mark.parametrize(
+    ("column", "value", "many"),
+    [
+        ("picture", "a.png", "images"), ("photo", "pics/a b.JPG", "images"), ("screenshot", ["a.webp", "b.gif"], "images"),
+        ("frames", ["1.jpg", "2.jpg"], "images"), ("clip", "a.mp4", "videos"), ("speech", "a.wav", "audios"),
+        ("picture", {"bytes": None, "path": "a.png"}, "images"),
+    ],
+)  # fmt: skip
+def test_media_in_a_column_of_another_name_are_told_by_their_values(tmp_path, column, value, many):
+    rows = [{"question": "q", "answer": "a"}, {"question": "q", "answer": "a", column: value}]
+    name = write_jsonl(tmp_path / "t.jsonl", rows)
+    with pytest.raises(ValueError, match=rf"^{name}: {many}: expected a column {many} or {many[:-1]}, not '{column}'"):
+        load_task(name)
+
+
+def test_media_as_bytes_need_the_name_of_a_column_of_media(tmp_path):
+    table = datasets.Dataset.from_list([{"question": "q", "answer": "a", "picture": png(9)}] * 3)
+    table.to_parquet(str(tmp_path / "t.parquet"))
+    with pytest.raises(ValueError, match="images: expected a column images or image, not 'picture', which has b'"):
+        load_task(str(tmp_path / "t.parquet"))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"question": "q", "answer": "a", "picture_id": "7", "caption": "In a.png: a cat", "n": 3, "list": []}],
+        [{"question": "Name it.png", "answer": "a.png", "extra_info": {"path": "a.png"}}],
+        [{"question": "q", "answer": "a", "note": "a.png"}, {"question": "q", "answer": "a", "note": "none"}],
+        [{"question": "q", "answer": "a", "meta": {"path": "a.png", "id": 1}}],
+        [{"question": "q", "answer": "a", "image": None, "source": "a.png"}],
+        [{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "answer": "a", "id": "a.png"}],
+    ],
+)
+def test_columns_that_only_tell_of_media_are_allowed(tmp_path, rows):
+    load_task(write_jsonl(tmp_path / "t.jsonl", rows))
+
+
+@pytest.mark.parametrize(
     ("file", "content"),
     [
         ("t.jsonl", b"hello\n"), ("t.jsonl", b""), ("t.jsonl", b"\n\n"), ("t.jsonl", b"1\n2\n"),
