@@ -20,7 +20,7 @@ from rlkit.plan.report import describe, host_memory, samples_on_servers, summary
 from rlkit.plan.sampler import Servers, server_memory
 from rlkit.plan.weights import least_memory
 from rlkit.plan.workload import with_limited_rows
-from rlkit.runs.options import check_engine_options, check_quantize_base, check_sync_adapters
+from rlkit.runs.options import check_engine_options, check_patterns, check_quantize_base, check_sync_adapters
 from rlkit.runs.start import one_sentence_errors
 
 
@@ -77,6 +77,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     cfg = recipe_options(module, arguments)
     check_sync_adapters(cfg)
     check_quantize_base(cfg)
+    check_patterns(cfg)
     check_engine_options(cfg)
     if not options.weights_only:
         check_can_be_planned(cfg)

@@ -42,6 +42,7 @@ from rlkit.runs.options import (
     RunOptions,
     check_engine_options,
     check_evaluation,
+    check_patterns,
     check_processor_options,
     check_quantize_base,
     check_sampling,
@@ -144,6 +145,7 @@ def start_run(
     check_sampling(cfg)
     check_sync_adapters(cfg)
     check_quantize_base(cfg)
+    check_patterns(cfg)
     check_engine_options(cfg)
     if not starts_servers:
         check_servers(cfg)

@@ -129,7 +129,7 @@ def freeze(model: nn.Module, pattern: str) -> list[str]:
     frozen = [name for name in names if re.search(pattern, name)]
     if not frozen:
         raise ValueError(
-            f"pattern: expected a match in parameters of {sorted(set(map(_top_module, names)))}, got {pattern!r}"
+            f"freeze: expected a match in parameters of {sorted(set(map(_top_module, names)))}, got {pattern!r}"
         )
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
