@@ -493,7 +493,7 @@ def check_no_unread_media(raw: Sequence[Row]) -> None:
     has = list(dict.fromkeys(name for row in raw for name in row))
     for name in has:
         found = [row[name] for row in raw if _value(row, name) not in (None, "", [])]
-        kind = _media_kind(found) if found and name not in TEXT_COLUMNS else None
+        kind = media_columns_of(found) if found and name not in TEXT_COLUMNS else None
         if kind:
             many, one = kind
             raise ValueError(
@@ -501,7 +501,7 @@ def check_no_unread_media(raw: Sequence[Row]) -> None:
             )
 
 
-def _media_kind(found: Any) -> tuple[str, str] | None:
+def media_columns_of(found: Any) -> tuple[str, str] | None:
     """The columns for a value if it is one of media, or a list of nothing else; bytes count as an image's."""
     if isinstance(found, bytes):
         return IMAGE_COLUMNS
@@ -509,8 +509,8 @@ def _media_kind(found: Any) -> tuple[str, str] | None:
         suffix = PurePath(found).suffix.lower()
         return next((columns for columns, suffixes in MEDIA_SUFFIXES.items() if suffix in suffixes), None)
     if isinstance(found, Mapping):
-        return _media_kind(found.get("path") or found.get("bytes")) if found.keys() <= {"bytes", "path"} else None
-    kinds = [_media_kind(one) for one in found] if isinstance(found, list) else []
+        return media_columns_of(found.get("path") or found.get("bytes")) if found.keys() <= {"bytes", "path"} else None
+    kinds = [media_columns_of(one) for one in found] if isinstance(found, list) else []
     return kinds[0] if kinds and all(kinds) else None
 
 

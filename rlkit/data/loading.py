@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from hashlib import blake2b
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,6 +167,8 @@ def _load(name: str, kind: Kind, allow_outside_files: bool) -> Task:
         return _read_as(reasoning_gym_task(name), kind)
     if ":" in name:
         function = load_function(name, "task")
+        if callable(function):
+            _check_no_arguments(function, name)
         task = function() if callable(function) else function
         if not isinstance(task, Task):
             raise ValueError(f"task {name!r}: expected a rlkit.data.Task, got {type(task).__name__}")
@@ -175,6 +178,16 @@ def _load(name: str, kind: Kind, allow_outside_files: bool) -> Task:
         f"({', '.join(sorted(PUBLISHED_TASKS))}), a file ({', '.join(sorted(FILE_SUFFIXES))}), a data set (a "
         f"directory, or owner/name) or module:function, got {name!r}"
     )
+
+
+def _check_no_arguments(function: Callable[..., Any], name: str) -> None:
+    """Raise a ValueError for a function that cannot be called without arguments."""
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        expected = "expected a function without arguments that returns a Task"
+        got = f"{name.rpartition(':')[2]}{signature(function)}"
+        raise ValueError(f"task {name!r}: {expected}, got {got}") from error
 
 
 # --- tables

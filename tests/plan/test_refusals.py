@@ -48,8 +48,8 @@ def model(tmp_path):
         ),
         (
             ["megatron", "--parallel", "fsdp_size", "2", "--nproc", "2"],
-            "parallel: expected tensor, pipeline, context, expert, sequence_parallel in the megatron engine, got fsdp_size; "
-            "use --engine fsdp2",
+            "parallel: expected tensor, pipeline, context, expert, sequence_parallel in the megatron engine, "
+            "got fsdp_size; use --engine fsdp2",
         ),
         (
             ["fsdp2", "--parallel", "pipeline", "2", "--nproc", "2"],
