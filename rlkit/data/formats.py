@@ -496,9 +496,8 @@ def check_no_unread_media(raw: Sequence[Row]) -> None:
         kind = media_columns_of(found) if found and name not in TEXT_COLUMNS else None
         if kind:
             many, one = kind
-            raise ValueError(
-                f"{many}: expected a column {many} or {one}, not {name!r}, which has {found[0]!r:.60}, got columns {has}"
-            )
+            expected = f"expected a column {many} or {one}, not {name!r}, which has {found[0]!r:.60}"
+            raise ValueError(f"{many}: {expected}, got columns {has}")
 
 
 def media_columns_of(found: Any) -> tuple[str, str] | None:
