@@ -144,7 +144,7 @@ def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
-    runs.check_range("critic_warmup", cfg.critic_warmup, 0, cfg.steps - 1)
+    runs.check_range("critic_warmup", cfg.critic_warmup, 0, cfg.steps - 1, "less than --steps")
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
     path, processor = runs.find_model(cfg, run, task.train)
     updates_per_batch = cfg.ppo_epochs * cfg.mini_batches  # optimizer steps

@@ -112,7 +112,7 @@ PRINTED = [  # on the page of the first ten minutes, and by the code
     "log-probabilities", "sampler and trainer differ by ", "can be loaded by transformers",
     "building a tiny model and warming it up: ", "held-out ", "results:", "resume: continuing ", "pass@",
     ": the run ends after this step, with a checkpoint", "; press Ctrl-C again to end at once, without one",
-    "the newest checkpoint is ", " --resume to the command",
+    "the newest checkpoint is ", " is still that of step ", " --resume to the command",
 ]  # fmt: skip
 
 

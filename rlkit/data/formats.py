@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from os.path import commonprefix
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,17 @@ ANSWER_COLUMNS = ("answer", "solution", "label")
 IMAGE_COLUMNS = ("images", "image")
 VIDEO_COLUMNS = ("videos", "video")
 AUDIO_COLUMNS = ("audios", "audio")
+TEXT_COLUMNS = (  # never media; the prompt, the answer, and what belongs to them
+    *PROMPT_COLUMNS,
+    *OTHER_PROMPT_COLUMNS,
+    *ANSWER_COLUMNS,
+    *("completion", "output", "chosen", "rejected", "system", "tools", "history", "reward_model", "extra_info"),
+)
+MEDIA_SUFFIXES = {
+    IMAGE_COLUMNS: (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"),
+    VIDEO_COLUMNS: (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg"),
+    AUDIO_COLUMNS: (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac"),
+}
 ROLES = {
     "human": "user",
     "user": "user",
@@ -467,6 +479,38 @@ def check_columns(columns: Collection[str], *needed: Sequence[str], media: Mappi
     for names in needed:
         if not set(names) & set(columns):
             raise ValueError(f"{names[0]}: expected a column {' or '.join(names)}, {has}")
+
+
+def check_no_unread_media(raw: Sequence[Row]) -> None:
+    """Refuse a column with media among the first rows of a table that has no column of media.
+
+    A column has media if each of its values is bytes, an image struct, or a text that ends as the name of a media file
+    does. Columns of prompts and answers are texts in any case.
+
+    Raises:
+        ValueError: there is such a column.
+    """
+    has = list(dict.fromkeys(name for row in raw for name in row))
+    for name in has:
+        found = [row[name] for row in raw if _value(row, name) not in (None, "", [])]
+        kind = media_columns_of(found) if found and name not in TEXT_COLUMNS else None
+        if kind:
+            many, one = kind
+            expected = f"expected a column {many} or {one}, not {name!r}, which has {found[0]!r:.60}"
+            raise ValueError(f"{many}: {expected}, got columns {has}")
+
+
+def media_columns_of(found: Any) -> tuple[str, str] | None:
+    """The columns for a value if it is one of media, or a list of nothing else; bytes count as an image's."""
+    if isinstance(found, bytes):
+        return IMAGE_COLUMNS
+    if isinstance(found, str):
+        suffix = PurePath(found).suffix.lower()
+        return next((columns for columns, suffixes in MEDIA_SUFFIXES.items() if suffix in suffixes), None)
+    if isinstance(found, Mapping):
+        return media_columns_of(found.get("path") or found.get("bytes")) if found.keys() <= {"bytes", "path"} else None
+    kinds = [media_columns_of(one) for one in found] if isinstance(found, list) else []
+    return kinds[0] if kinds and all(kinds) else None
 
 
 def _stray_columns(columns: Collection[str], kind: str, has_own: bool, media: Mapping[str, str]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.fingerprints import table_fingerprint
+from rlkit.data.formats import media_columns_of
 from rlkit.data.lookup import check_source, requires_extra
 from rlkit.data.samples import Row
 from rlkit.data.tables import FILE_SUFFIXES, TEXT_SUFFIXES, Rows, read_table, without_decoding
@@ -157,8 +158,15 @@ def _text_files(source: str, subset: str | None) -> dict[str, list[str]]:
         builder = datasets.load_dataset_builder(source, subset, cache_dir=empty)
     files = {str(split): list(paths) for split, paths in (builder.config.data_files or {}).items()}
     _check_no_heldout_file(source, files.get("train", ()))
-    _name_unread_files(source, {Path(path).resolve() for paths in files.values() for path in paths})
     suffixes = {Path(path).suffix for paths in files.values() for path in paths}
+    unread = _unread_files(source, {Path(path).resolve() for paths in files.values() for path in paths})
+    if unread and suffixes and all(media_columns_of(f"x{suffix}") for suffix in suffixes):
+        raise ValueError(
+            f"data set {source!r}: expected a file with rows, got a directory of media; it has {', '.join(unread)}: "
+            f"give --task {Path(source) / unread[0]}"
+        )
+    if unread and os.environ.get("RANK", "0") == "0":
+        print(f"{source}: not read: {', '.join(unread)} (of no split; --heldout takes a file)", flush=True)
     defaults = {"sep": "\t"} if suffixes == {".tsv"} else {}
     settings, usual = vars(builder.config), {**vars(type(builder.config)()), **defaults}
     about = {"name", "version", "description", "data_dir", "data_files"}
@@ -177,12 +185,10 @@ def _check_no_heldout_file(source: str, files: Collection[str]) -> None:
         )
 
 
-def _name_unread_files(source: str, read: Collection[Path]) -> None:
-    """Print which files of a directory are of no split, such as `heldout.jsonl` beside `train.jsonl`."""
+def _unread_files(source: str, read: Collection[Path]) -> list[str]:
+    """The files of a directory that have rows and are of no split, such as `heldout.jsonl` beside `train.jsonl`."""
     found = [path for path in Path(source).iterdir() if path.suffix in FILE_SUFFIXES and path.resolve() not in read]
-    names = sorted(path.name for path in found if path.name != "dataset_infos.json")
-    if names and os.environ.get("RANK", "0") == "0":
-        print(f"{source}: not read: {', '.join(names)} (of no split; --heldout takes a file)", flush=True)
+    return sorted(path.name for path in found if path.name != "dataset_infos.json")
 
 
 def _rows_of_files(paths: Iterable[str]) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from hashlib import blake2b
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from rlkit.data.formats import (
     VIDEO_COLUMNS,
     chat_row,
     check_columns,
+    check_no_unread_media,
     pair_row,
     task_row,
     unpaired_row,
@@ -57,6 +59,7 @@ from rlkit.rewards.rules import exact_match
 
 HELD_OUT_SPLITS = ("test", "validation", "val")
 DEMONSTRATION_COLUMNS = ("completion", "output", "reward_model", *CHAT_COLUMNS)  # contain an answer
+MEDIA_COLUMNS = {*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS}
 
 BUILT_IN: dict[str, Callable[[], Task]] = {"addition": addition, "digits": digits, "sorting": sorting}
 
@@ -164,6 +167,8 @@ def _load(name: str, kind: Kind, allow_outside_files: bool) -> Task:
         return _read_as(reasoning_gym_task(name), kind)
     if ":" in name:
         function = load_function(name, "task")
+        if callable(function):
+            _check_no_arguments(function, name)
         task = function() if callable(function) else function
         if not isinstance(task, Task):
             raise ValueError(f"task {name!r}: expected a rlkit.data.Task, got {type(task).__name__}")
@@ -173,6 +178,16 @@ def _load(name: str, kind: Kind, allow_outside_files: bool) -> Task:
         f"({', '.join(sorted(PUBLISHED_TASKS))}), a file ({', '.join(sorted(FILE_SUFFIXES))}), a data set (a "
         f"directory, or owner/name) or module:function, got {name!r}"
     )
+
+
+def _check_no_arguments(function: Callable[..., Any], name: str) -> None:
+    """Raise a ValueError for a function that cannot be called without arguments."""
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        expected = "expected a function without arguments that returns a Task"
+        got = f"{name.rpartition(':')[2]}{signature(function)}"
+        raise ValueError(f"task {name!r}: {expected}, got {got}") from error
 
 
 # --- tables
@@ -240,6 +255,12 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
     first = [rows[i] for i in range(min(20, len(rows)))]
     if first and all("unreadable" in one for one in first):
         raise ValueError(f"{first[0]['where']}: {first[0]['unreadable']}")
+    read_media = any(row.get(column) for row in first for column in MEDIA_COLUMNS)  # also those of messages
+    if not read_media and MEDIA_COLUMNS.isdisjoint(columns_of(table)):
+        try:
+            check_no_unread_media([table[i] for i in range(len(first))])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     return rows
 
 
@@ -252,7 +273,7 @@ def _prompt_hashes(table: Any) -> np.ndarray:
     columns = columns_of(table)
     texts = [name for name in (*QUESTION_COLUMNS, "instruction") if name in columns]
     hashes = np.zeros(len(table), np.uint64)
-    if not texts or not {*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS}.isdisjoint(columns):
+    if not texts or not MEDIA_COLUMNS.isdisjoint(columns):
         return hashes
     texts += [name for name in ("input", "system", "history") if name in columns]  # which are parts of the prompt
     for i, row in enumerate(table if isinstance(table, list) else table.select_columns(texts)):

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import SequenceMatcher
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -21,15 +22,16 @@ def check_source(name: str, what: str) -> None:
         what: what it names, for errors: "model", "data set".
 
     Raises:
-        ValueError: there is no such directory, and it cannot be a name on the hub.
+        ValueError: there is no such directory, and it cannot be a name on the hub; or a run's directory instead of the
+            model in it.
     """
     path = Path(name)
+    if what == "model" and _is_run(path):
+        raise ValueError(f"model: expected a directory with a model, got that of a run; use {str(path / 'model')!r}")
     if path.exists():
         return
     near = _nearest(path)
-    hint = (
-        f"; {str(near)!r} has {', '.join(sorted(one.name for one in near.iterdir())[:5]) or 'nothing'}" if near else ""
-    )
+    hint = f"; {str(near)!r} has {', '.join(_similar_names(path, near)) or 'nothing'}" if near else ""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise ValueError(f"{what}: expected a directory that exists or owner/name on the hub, got {name!r}{hint}")
     if hint:
@@ -40,6 +42,20 @@ def _nearest(path: Path) -> Path | None:
     """The innermost existing folder of a path; None if that is the root or the working directory."""
     found = next((one for one in path.parents if one.is_dir()), None)
     return None if found in (None, Path("."), Path(path.anchor)) else found
+
+
+def _similar_names(path: Path, folder: Path) -> list[str]:
+    """Up to five names in a folder, the most similar to the path's part there first."""
+    wanted = path.relative_to(folder).parts[0]
+    names = sorted(one.name for one in folder.iterdir())
+    return sorted(names, key=lambda name: -SequenceMatcher(None, wanted, name).ratio())[:5]
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a directory has a trained model in it, and a config.json with the options of a run."""
+    config = path / "config.json"
+    is_model = config.is_file() and "model_type" in config.read_text()
+    return not is_model and (path / "model" / "config.json").is_file()
 
 
 @contextmanager

@@ -167,16 +167,24 @@ def _json_rows(path: Path) -> list[Row]:
     """Rows of a JSON list, or of JSON lines. datasets' reader is not used, as it converts texts to dates."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".json" and text.lstrip().startswith("["):
-            rows = json.loads(text)
-        else:
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        is_list = path.suffix == ".json" and text.lstrip().startswith("[")
+        rows = json.loads(text) if is_list else []
     except ValueError as error:
-        part = f", at {error.doc[:60]!r}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"{path}: expected json, got {error}{part}") from error
+        raise ValueError(f"{path}: expected json, got {error}") from error
+    for number, line in enumerate([] if is_list else text.split("\n"), 1):
+        if line.strip():
+            rows.append(_from_json_line(line, f"{path} line {number}"))
     if stray := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
         raise ValueError(f"{path} row {stray[0] + 1}: expected an object, got {rows[stray[0]]!r:.80}")
     return rows
+
+
+def _from_json_line(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        got = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"{where}: expected json, got {got}, at {line[:60]!r}") from error
 
 
 def _csv_rows(path: Path) -> list[Row]:

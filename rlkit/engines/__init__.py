@@ -46,6 +46,11 @@ def _registered() -> dict[tuple[str, str, str], str]:
     return {**{key: target for key, target in installed.items() if len(key) == 3}, **_ENGINES}
 
 
+def engine_names() -> list[str]:
+    """The back ends of all registered engines."""
+    return sorted({backend for _, backend, _ in _registered()})
+
+
 def make_engine(backend: str, model_type: str = "language_model", *, device: str | None = None, **options: Any) -> Any:
     """Make the engine that is registered for a back end, a model type and a device.
 

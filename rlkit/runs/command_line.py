@@ -21,6 +21,18 @@ from rlkit.runs.options import RUN_ONLY_OPTIONS
 
 Config = TypeVar("Config")
 NOT_OPTIONS = {"versions", "contents"}  # what else is in the config.json of a run
+OTHER_NAMES = {  # of options in TRL and verl, or in other recipes -> names here, in recipes that have these
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_low": "clip_low",
+    "heldout_rows": "rows",
+    "learning_rate": "lr",
+    "max_completion_length": "max_new_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model",
+    "num_generations": "group_size",
+    "num_train_epochs": "epochs",
+    "output_dir": "out",
+}
 MODEL_DEPENDENT_OPTIONS = {"lr", "critic_lr", "enable_gradient_checkpointing", "threads"}  # see `model_defaults`
 
 
@@ -58,10 +70,12 @@ def parse_options(
         program: name of the program in `--help`; by default the script's path.
 
     Raises:
-        ValueError: a configuration file cannot be read, or has an unknown option.
+        ValueError: a configuration file cannot be read, or has an unknown option; or an option has the name that it has
+            in another library or recipe.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     given = {name.partition("=")[0].lstrip("-").replace("-", "_") for name in arguments if name.startswith("--")}
+    _check_names(config, given)
     if file := _config_file(arguments):
         arguments = [*_file_arguments(file, config, given), *arguments]
     cfg = _parse(config, description, arguments, {}, program)
@@ -69,6 +83,14 @@ def parse_options(
     if getattr(cfg, "from_rollouts", ""):
         defaults["max_mismatch"] = math.inf
     return _parse(config, description, arguments, defaults, program) if defaults else cfg
+
+
+def _check_names(config: type, given: set[str]) -> None:
+    """Raise a ValueError that says what an option of another library or recipe is called here."""
+    names = {option.name for option in fields(config)}
+    for name in given - names:
+        if OTHER_NAMES.get(name) in names:
+            raise ValueError(f"--{name}: expected --{OTHER_NAMES[name]}, its name here")
 
 
 def model_defaults(cfg: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from rlkit.engines.checkpoint import checkpoints
 from rlkit.engines.distributed import all_reduce
-from rlkit.tracking import METRICS, Run
+from rlkit.tracking import EVAL, METRICS, Run, read_object
 
 POLICY = "checkpoints"  # the policy's checkpoint is written last: if it exists, the step is completely saved
 EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
@@ -112,7 +113,14 @@ def _how_to_continue() -> str:
     saved = checkpoints(_training[0].out / POLICY) if _training else []
     if not saved:
         return "no step was saved"
-    return f"the newest checkpoint is {saved[-1]}; to continue, add --out {_training[0].out} --resume to the command"
+    out = _training[0].out
+    older = f"; {out / 'model'} is still that of step {step}" if (step := _exported_step(out)) else ""
+    return f"the newest checkpoint is {saved[-1]}{older}; to continue, add --out {out} --resume to the command"
+
+
+def _exported_step(out: Path) -> int | None:
+    """The step whose model lies in model/, from an earlier end of the run with fewer steps."""
+    return read_object(out / EVAL).get("steps") if (out / "model").exists() else None
 
 
 def _lost_a_rank(error: Exception) -> bool:

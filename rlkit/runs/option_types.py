@@ -80,14 +80,14 @@ def check_ranges(cfg: Any) -> None:
             _check(name, value, ranges[0])
 
 
-def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Raise a ValueError that names an option whose value is not in [low, high]."""
-    _check(name, value, AtLeast(low) if high == math.inf else Between(low, high))
+def check_range(name: str, value: float, low: float, high: float = math.inf, why: str = "") -> None:
+    """Raise a ValueError that names an option whose value is not in [low, high], and says why if another sets this."""
+    _check(name, value, AtLeast(low) if high == math.inf else Between(low, high), why)
 
 
-def _check(name: str, value: float, allowed: AtLeast | Above | Between) -> None:
+def _check(name: str, value: float, allowed: AtLeast | Above | Between, why: str = "") -> None:
     if value not in allowed:
-        raise ValueError(f"{name}: expected {allowed}, got {value:g}")
+        raise ValueError(f"{name}: expected {allowed}{f' ({why})' if why else ''}, got {value:g}")
 
 
 def changeable_options(config: type) -> set[str]:

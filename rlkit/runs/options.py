@@ -15,6 +15,7 @@ others need `--allow_changes`); see `rlkit.runs.option_types`. `lr` above keeps 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -347,6 +348,7 @@ def check_options(cfg: RunOptions, *, needs_urls: bool = True) -> None:
     check_sampling(cfg)
     check_sync_adapters(cfg)
     check_quantize_base(cfg)
+    check_patterns(cfg)
     check_engine_options(cfg)
     check_servers(cfg, needs_urls=needs_urls)
     check_processor_options(cfg)
@@ -422,20 +424,39 @@ def check_quantize_base(cfg: RunOptions) -> None:
         )
 
 
-UNSUPPORTED_PARALLEL_OPTIONS = {  # names of --parallel that an engine does not have
-    "fsdp2": ("pipeline", "context", "expert", "sequence_parallel"),
-    "megatron": ("fsdp_size",),
+def check_patterns(cfg: RunOptions) -> None:
+    """Raise a ValueError that names an option whose value should be a regular expression and is none."""
+    if not isinstance(cfg, AdapterOptions):
+        return
+    for name in ("freeze", "target_modules", "exclude_modules"):
+        pattern = getattr(cfg, name) or ""
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{name}: expected a regular expression, got {pattern!r}: {error}") from error
+
+
+PARALLEL_OPTIONS = {  # names of --parallel that an engine of rlkit has
+    "fsdp1": (),
+    "fsdp2": ("fsdp_size", "tensor"),
+    "megatron": ("tensor", "pipeline", "context", "expert", "sequence_parallel"),
 }
 
 
 def check_engine_options(cfg: RunOptions) -> None:
-    """Raise a ValueError if an option is one of another engine. It says what to use."""
+    """Raise a ValueError if there is no such engine, or an option is one of another engine. It says what to use."""
+    from rlkit.engines import engine_names
+
     if not isinstance(cfg, EngineOptions):
         return
-    others = UNSUPPORTED_PARALLEL_OPTIONS.get(cfg.engine, ())
-    if wrong := [name for name in cfg.parallel if name in others]:
-        known, use = ("fsdp_size and tensor", "megatron") if cfg.engine == "fsdp2" else ("no fsdp_size", "fsdp2")
-        raise ValueError(f"parallel: expected {known} in the {cfg.engine} engine, got {wrong[0]}; use --engine {use}")
+    if cfg.engine not in (names := engine_names()):
+        raise ValueError(f"engine: expected one of {', '.join(names)}, got {cfg.engine!r}")
+    known = PARALLEL_OPTIONS.get(cfg.engine)
+    if known is not None and (wrong := [name for name in cfg.parallel if name not in known]):
+        others = [engine for engine, names in PARALLEL_OPTIONS.items() if wrong[0] in names]
+        use = f"; use --engine {others[0]}" if others else ""
+        expected = ", ".join(known) or "no option"
+        raise ValueError(f"parallel: expected {expected} in the {cfg.engine} engine, got {wrong[0]}{use}")
     if cfg.engine != "megatron":
         return
     if cfg.use_torch_compile:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from rlkit.data.lookup import requires_extra
@@ -129,7 +128,7 @@ def freeze(model: nn.Module, pattern: str) -> list[str]:
     frozen = [name for name in names if re.search(pattern, name)]
     if not frozen:
         raise ValueError(
-            f"pattern: expected a match in parameters of {sorted(set(map(_top_module, names)))}, got {pattern!r}"
+            f"freeze: expected a match in parameters of {sorted(set(map(_top_module, names)))}, got {pattern!r}"
         )
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)

@@ -203,10 +203,12 @@ def build_tiny(
         lr: learning rate of the warm-up.
 
     Raises:
-        ValueError: none of the rows can be read.
+        ValueError: none of the rows can be read, or `path` is a file or a directory with files.
     """
     from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
 
+    if Path(path).is_file() or (Path(path).is_dir() and any(Path(path).iterdir())):
+        raise ValueError(f"path: expected a directory that is new or empty, got {str(path)!r}, which exists")
     words = [_unicode(row["answer"]) for row in rows]
     corpus = [*dict.fromkeys(_unicode(row["question"]) for row in rows), *words, "user assistant system"]
     sees = any(row["images"] or row.get("videos") for row in rows)

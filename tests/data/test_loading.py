@@ -303,9 +303,19 @@ def test_held_out_rows_of_a_directory_are_not_trained_on(tmp_path, name):
         load_task(str(tmp_path))
 
 
+def test_a_directory_of_images_beside_their_rows_is_not_the_task(tmp_path, capsys):
+    """`datasets` reads it as a folder of images alone."""
+    for i in range(3):
+        Image.new("RGB", (30, 30)).save(tmp_path / f"{i}.jpg")
+    name = write(tmp_path / "rows.jsonl", [{"image": "0.jpg", "question": "a", "answer": "1"}])
+    with pytest.raises(ValueError, match=f"got a directory of media; it has rows.jsonl: give --task {name}$"):
+        load_task(str(tmp_path))
+    assert "not read" not in capsys.readouterr().out
+
+
 def test_a_broken_file_of_a_directory_is_named(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "a"}\n{"question"\n')
-    with pytest.raises(ValueError, match="train.jsonl: expected json, got "):
+    with pytest.raises(ValueError, match="train.jsonl line 2: expected json, got "):
         load_task(str(tmp_path))
 
 

@@ -50,6 +50,29 @@ def test_a_path_that_does_not_exist_is_named_before_the_hub_is_asked(tmp_path, m
         assert str(caught.value) == f"{expected}, got {name!r}{hint}"
 
 
+def test_the_directory_of_a_run_points_to_its_model(tmp_path, nobody_asks):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "config.json").write_text('{"lr": 0.1, "model": "tiny"}')
+    (run / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    for load in (load_model, load_processor):
+        with pytest.raises(ValueError) as caught:
+            load(str(run))
+        expected = "model: expected a directory with a model, got that of a run"
+        assert str(caught.value) == f"{expected}; use '{run}/model'"
+    check_source(str(run / "model"), "model")
+    check_source(str(run), "data set")
+    (run / "config.json").write_text('{"model_type": "qwen2"}')  # a model with another one in it
+    check_source(str(run), "model")
+
+
+def test_the_most_similar_names_are_listed(tmp_path):
+    for name in ("answers.jsonl", "checkpoints", "config.json", "eval.json", "init", "metrics.jsonl", "model"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"; '{tmp_path}' has model, "):
+        check_source(f"{tmp_path}/modle", "model")
+
+
 def test_a_name_that_may_be_of_the_hub_is_asked_for(tmp_path, monkeypatch, caplog):
     (tmp_path / "runs" / "first").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

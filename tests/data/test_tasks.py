@@ -204,6 +204,49 @@ def test_images_under_another_name_are_not_left_out_in_silence(tmp_path, column)
 
 
 @pytest.mark.parametrize(
+    ("column", "value", "many"),
+    [
+        ("picture", "a.png", "images"), ("photo", "pics/a b.JPG", "images"), ("screenshot", ["a.webp"], "images"),
+        ("frames", ["1.jpg", "2.jpg"], "images"), ("clip", "a.mp4", "videos"), ("speech", "a.wav", "audios"),
+        ("picture", {"bytes": None, "path": "a.png"}, "images"),
+    ],
+)  # fmt: skip
+def test_media_in_a_column_of_another_name_are_told_by_their_values(tmp_path, column, value, many):
+    rows = [{"question": "q", "answer": "a"}, {"question": "q", "answer": "a", column: value}]
+    name = write_jsonl(tmp_path / "t.jsonl", rows)
+    with pytest.raises(ValueError, match=rf"^{name}: {many}: expected a column {many} or {many[:-1]}, not '{column}'"):
+        load_task(name)
+
+
+def test_media_as_bytes_need_the_name_of_a_column_of_media(tmp_path):
+    table = datasets.Dataset.from_list([{"question": "q", "answer": "a", "picture": png(9)}] * 3)
+    table.to_parquet(str(tmp_path / "t.parquet"))
+    with pytest.raises(ValueError, match="images: expected a column images or image, not 'picture', which has b'"):
+        load_task(str(tmp_path / "t.parquet"))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"question": "q", "answer": "a", "picture_id": "7", "caption": "In a.png: a cat", "n": 3, "list": []}],
+        [{"question": "Name it.png", "answer": "a.png", "extra_info": {"path": "a.png"}}],
+        [{"question": "q", "answer": "a", "note": "a.png"}, {"question": "q", "answer": "a", "note": "none"}],
+        [{"question": "q", "answer": "a", "meta": {"path": "a.png", "id": 1}}],
+        [{"question": "q", "answer": "a", "image": None, "source": "a.png"}],
+        [
+            {
+                "messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+                "answer": "a",
+                "id": "a.png",
+            }
+        ],
+    ],
+)
+def test_columns_that_only_tell_of_media_are_allowed(tmp_path, rows):
+    load_task(write_jsonl(tmp_path / "t.jsonl", rows))
+
+
+@pytest.mark.parametrize(
     ("file", "content"),
     [
         ("t.jsonl", b"hello\n"), ("t.jsonl", b""), ("t.jsonl", b"\n\n"), ("t.jsonl", b"1\n2\n"),
@@ -214,14 +257,16 @@ def test_images_under_another_name_are_not_left_out_in_silence(tmp_path, column)
 )  # fmt: skip
 def test_unreadable_file_is_named(tmp_path, file, content):
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(ValueError, match=f"^{tmp_path}/{file}( row 1)?: .+"):
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{file}( row 1| line 1)?: .+"):
         load_task(str(tmp_path / file))
 
 
 def test_bad_line_is_shown(tmp_path):
-    (tmp_path / "t.jsonl").write_text(json.dumps(FINE) + "\n{'question'}\n")
-    with pytest.raises(ValueError, match="expected json, got .*at \"{'question'}\""):
+    (tmp_path / "t.jsonl").write_text(json.dumps(FINE) + "\n\n{'question'}\n")
+    with pytest.raises(ValueError) as caught:
         load_task(str(tmp_path / "t.jsonl"))
+    got = "Expecting property name enclosed in double quotes: column 2"
+    assert str(caught.value) == f"{tmp_path}/t.jsonl line 3: expected json, got {got}, at \"{{'question'}}\""
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "math:nope", "math:pi", "os:getcwd", ":", ":f", "json:", "a b:c"])
@@ -274,6 +319,17 @@ def test_missing_file_is_named_with_what_is_there(tmp_path):
         with pytest.raises(ValueError) as caught:
             load_task(str(tmp_path / name))
         assert str(caught.value) == f"{tmp_path / name}: expected a file, got none of this name{beside}"
+
+
+def test_a_function_that_needs_arguments_is_no_task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows_of_mine.py").write_text("def row(question, n=1): ...\n\n\ndef other(*, n=1): ...\n")
+    with pytest.raises(ValueError) as caught:
+        load_task("rows_of_mine.py:row")
+    expected = "expected a function without arguments that returns a Task, got row(question, n=1)"
+    assert str(caught.value) == f"task 'rows_of_mine.py:row': {expected}"
+    with pytest.raises(ValueError, match="expected a rlkit.data.Task, got NoneType"):
+        load_task("rows_of_mine.py:other")
 
 
 def test_module_and_function(tmp_path, monkeypatch):

@@ -102,6 +102,17 @@ def test_a_step_is_finished_and_saved_and_the_run_goes_on_from_there(end, tmp_pa
     ]  # fmt: skip
 
 
+def test_a_model_of_fewer_steps_is_named(end, tmp_path):
+    """A finished run has its model; it was trained for longer, and then interrupted."""
+    assert end("", None, "--steps", "2")[0] == 0
+    out = tmp_path / "run"
+    (out / "model").mkdir()
+    (out / "eval.json").write_text('{"accuracy_after": 0.5, "steps": 2}')
+    _, said = end("step 2", sends(signal.SIGTERM), "--resume", "--allow_changes", "steps")
+    checkpoint_and_model = f"the newest checkpoint is {out}/checkpoints/step_3; {out}/model is still that of step 2; to"
+    assert checkpoint_and_model in said
+
+
 def test_a_scheduler_may_say_it_twice(end, tmp_path):
     """As Slurm does: to torchrun, which passes it on, and to each process."""
     assert end("step 1", sends(signal.SIGTERM, signal.SIGTERM))[0] == 0

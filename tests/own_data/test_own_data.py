@@ -318,7 +318,7 @@ BROKEN = {
     ),
     "cut_short.jsonl": (
         load_task,
-        ': expected json, got Unterminated string starting at: line 1 column 14 (char 13), at \'{"question": "Wh\'',
+        ' line 2: expected json, got Unterminated string starting at: column 14, at \'{"question": "Wh\'',
     ),
     "no_object.json": (load_task, " row 1: expected an object, got 'What?'"),
     "empty.jsonl": (load_task, ": expected at least one row, got an empty file"),

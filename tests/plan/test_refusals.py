@@ -50,11 +50,16 @@ def model(tmp_path):
         ),
         (
             ["megatron", "--parallel", "fsdp_size", "2", "--nproc", "2"],
-            "parallel: expected no fsdp_size in the megatron engine, got fsdp_size; use --engine fsdp2",
+            "parallel: expected tensor, pipeline, context, expert, sequence_parallel in the megatron engine, "
+            "got fsdp_size; use --engine fsdp2",
         ),
         (
             ["fsdp2", "--parallel", "pipeline", "2", "--nproc", "2"],
-            "parallel: expected fsdp_size and tensor in the fsdp2 engine, got pipeline; use --engine megatron",
+            "parallel: expected fsdp_size, tensor in the fsdp2 engine, got pipeline; use --engine megatron",
+        ),
+        (
+            ["fsdp2", "--freeze", "("],
+            "freeze: expected a regular expression, got '(': missing ), unterminated subpattern",
         ),
     ],
 )

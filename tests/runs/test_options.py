@@ -29,6 +29,7 @@ from rlkit.runs import (
     check_range,
     load_named_task,
     parse_options,
+    start_run,
 )
 from rlkit.runs.command_line import changed_arguments, option_groups
 from rlkit.runs.option_types import check_ranges
@@ -238,6 +239,49 @@ def test_the_range_of_an_option_is_that_of_the_class_that_last_gives_one():
     ):
         with pytest.raises(ValueError, match=f"^{name}: expected {expected}$"):
             check_ranges(replace(Mine(), **{name: value}))
+
+
+def test_a_range_that_another_option_sets_says_so():
+    check_range("critic_warmup", 1, 0, 1, "less than --steps")
+    with pytest.raises(ValueError, match=r"^critic_warmup: expected 0 to 1 \(less than --steps\), got 10$"):
+        check_range("critic_warmup", 10, 0, 1, "less than --steps")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"freeze": "("}, "freeze: expected a regular expression, got '(': missing ), unterminated subpattern"),
+        ({"target_modules": "*"}, "target_modules: expected a regular expression, got '*': nothing to repeat"),
+        (
+            {"exclude_modules": "["},
+            "exclude_modules: expected a regular expression, got '[': unterminated character set",
+        ),
+        ({"engine": "fsdp"}, "engine: expected one of fsdp1, fsdp2, megatron, got 'fsdp'"),
+        ({"parallel": {"tensr": 2}}, "parallel: expected fsdp_size, tensor in the fsdp2 engine, got tensr"),
+        (
+            {"engine": "fsdp1", "parallel": {"tensor": 2}},
+            "parallel: expected no option in the fsdp1 engine, got tensor; use --engine fsdp2",
+        ),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_before_anything_is_loaded(tmp_path, options, sentence):
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        start_run(TrainingOptions(out=str(tmp_path / "run"), **options), "sorting")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "theirs", "ours"),
+    [
+        ("evaluate", "heldout_rows", "rows"),
+        ("grpo_vlm", "learning_rate", "lr"),
+        ("dapo", "num-generations", "group_size"),
+    ],
+)
+def test_names_of_options_elsewhere_get_a_hint(recipe, theirs, ours):
+    config = load_recipe(str(Path(__file__).parents[2] / "recipes" / f"{recipe}.py")).Config
+    theirs_here = theirs.replace("-", "_")
+    with pytest.raises(ValueError, match=f"^--{theirs_here}: expected --{ours}, its name here$"):
+        parse_options(config, "", [f"--{theirs}=3"])
 
 
 def test_ranges_are_not_seen_in_help(capsys, monkeypatch):

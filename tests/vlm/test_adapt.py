@@ -327,10 +327,10 @@ def test_the_tower_of_an_adapted_model_is_the_same(model):
 def test_freeze_nothing_is_an_error(model):
     before = trained(model)
     with pytest.raises(
-        ValueError, match="pattern: expected a match in parameters of .*model.visual.*, got 'vision_tour'"
+        ValueError, match="freeze: expected a match in parameters of .*model.visual.*, got 'vision_tour'"
     ):
         freeze(model, "vision_tour")
-    with pytest.raises(ValueError, match="pattern: expected a match"):
+    with pytest.raises(ValueError, match="freeze: expected a match"):
         freeze(nn.Identity(), ".*")
     with pytest.raises(ValueError, match="audio tower: expected a model that has one, got qwen2_5_vl"):
         audio_tower_pattern(model)

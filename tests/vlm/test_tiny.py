@@ -111,6 +111,17 @@ def test_the_same_seed_builds_the_same_model(tmp_path, sorting):
     assert not (tmp_path / "a.part").exists()
 
 
+def test_a_path_with_files_is_refused(tmp_path, sorting):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "notes").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "tiny", tmp_path / "tiny" / "notes"):
+        with pytest.raises(ValueError, match=f"^path: expected a directory that is new or empty, got '{path}'"):
+            build_tiny(path, sorting.train[:8], warm_up_steps=0)
+        assert not Path(f"{path}.part").exists()
+    build_tiny(tmp_path / "empty", sorting.train[:8], warm_up_steps=0)
+
+
 def test_rows_with_and_without_images_make_one_model_that_sees(tmp_path, sorting):
     digits = load_task("digits").train[:20]
     path = tmp_path / "digit.png"
