@@ -270,13 +270,15 @@ def test_long_runs_keep_rare_metrics_and_extremes():
     rows = [{"step": i, "loss": float(i == 7777), "norm": -float(i == 4999)} for i in range(9001)]
     for i in range(1, 9001, 50):
         rows[i]["rare"] = i
+    for i in range(9001):
+        rows[i] |= {"often": 1.0} if i % 10 else {}
     rows[4321]["once"] = 5.0
     columns = curves.numbers(rows)
     values = {name: [x for x in column if x is not None] for name, column in columns.items()}
     assert values["rare"] == list(range(1, 9001, 50)) and values["once"] == [5.0]
     assert max(values["loss"]) == 1 and min(values["norm"]) == -1
     assert columns["step"][0] == 0 and columns["step"][-1] == 9000 and sorted(columns["step"]) == columns["step"]
-    assert 3000 <= len(values["loss"]) < 3200
+    assert 3000 <= len(values["loss"]) < 3200 and len(values["often"]) < 3200
 
 
 def test_evaluations_during_the_run_are_a_curve(tmp_path):

@@ -61,18 +61,29 @@ def recipe_options(module: Any, arguments: Sequence[str]) -> Any:
 
 
 def check_recipe_options(module: Any, cfg: Any) -> None:
-    """Check options as a recipe's `main` does before it loads its task: the statements up to there are run.
+    """Check options as a recipe's `main` does before it loads its task: by `runs.check_...`, or `raise` in an `if`.
+
+    Other statements are not run, so checks that need their results are left to the run.
 
     Raises:
-        ValueError: by the recipe.
+        ValueError: by such a check.
     """
-    (main,) = ast.parse(inspect.getsource(module.main)).body
-    assert isinstance(main, ast.FunctionDef)
-    checks = next((i for i, statement in enumerate(main.body) if "load_named_task" in ast.unparse(statement)), 0)
-    main.body = [*main.body[:checks], ast.Pass()]
-    names = dict(module.main.__globals__)
-    exec(compile(ast.fix_missing_locations(ast.Module([main], [])), module.__file__, "exec"), names)
-    names["main"](cfg)
+    (main_argument,) = inspect.signature(module.main).parameters
+    names = {**vars(module), main_argument: cfg}
+    main = ast.parse(inspect.getsource(module.main)).body[0]
+    statements = list(getattr(main, "body", ()))
+    while statements and "load_named_task" not in ast.unparse(statements[0]):
+        statement = statements.pop(0)
+        try:
+            if isinstance(statement, ast.If):
+                branch = statement.body if eval(ast.unparse(statement.test), names) else statement.orelse
+                statements = [*branch, *statements]
+            elif isinstance(statement, ast.Raise) or ast.unparse(statement).startswith("runs.check_"):
+                exec(ast.unparse(statement), names)
+        except ValueError:  # of the recipe: an option is wrong
+            raise
+        except Exception:  # more than cfg is needed: the run will check it
+            continue
 
 
 def _model_config(cfg: Any) -> Any:

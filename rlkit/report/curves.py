@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 1e100  # larger values overflow the axes
-MOST_POINTS = 4000  # per curve; of more, only every second one is drawn, or every third, ...
+MOST_POINTS = 4000  # of a curve, and of a rare metric among them
+RARE = 0.1  # a metric that fewer rows have, such as held-out results
 
 # (title, pattern of metric names). A metric belongs to the first group that matches. The alternatives of a pattern give
 # the order of the curves in the group.
@@ -44,25 +45,33 @@ def is_number(value: Any) -> bool:
 
 
 def numbers(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The rows of metrics.jsonl as columns: `step`, and each metric, with None where a row lacks it."""
+    """The rows of metrics.jsonl as columns: `step`, and each metric, with None where a row lacks it.
+
+    Of many rows, every second or third, ... is drawn, and all those with a rare metric, or with the first, last, lowest
+    or highest value of any metric.
+    """
     values: dict[str, dict[int, float | None]] = {}  # of each metric, by row; None for nan
     for i, row in enumerate(rows):
         for name, x in row.items():
             if name != "step":
                 values.setdefault(name, {})[i] = x if is_number(x) else None
     values = {name: known for name, known in values.items() if any(x is not None for x in known.values())}
-    drawn = sorted(set[int]().union(*map(_points, values.values())))
-    columns = {name: [known.get(i) for i in drawn] for name, known in values.items()}
-    return {"step": [rows[i]["step"] for i in drawn], **columns}
+    drawn = set(_thinned(range(len(rows))))
+    for known in values.values():
+        drawn |= _ends_and_extremes({i: x for i, x in known.items() if x is not None})
+        drawn |= set(_thinned(list(known))) if len(known) < RARE * len(rows) else set()
+    order = sorted(drawn)
+    columns = {name: [known.get(i) for i in order] for name, known in values.items()}
+    return {"step": [rows[i]["step"] for i in order], **columns}
 
 
-def _points(values: Mapping[int, float | None]) -> set[int]:
-    """The rows at which a metric is drawn, among them its first, last, lowest and highest value."""
-    at = list(values)
-    every = -(-len(at) // MOST_POINTS)
-    known = {i: x for i, x in values.items() if x is not None}
-    ends = list(known)
-    return {*at[::every], ends[0], ends[-1], min(known, key=known.__getitem__), max(known, key=known.__getitem__)}
+def _thinned(indices: Sequence[int]) -> Sequence[int]:
+    return indices[:: -(-len(indices) // MOST_POINTS) or 1]
+
+
+def _ends_and_extremes(values: Mapping[int, float]) -> set[int]:
+    indices = list(values)
+    return {indices[0], indices[-1], min(indices, key=values.__getitem__), max(indices, key=values.__getitem__)}
 
 
 def grouped(names: Sequence[str]) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.data.samples import Reward, Row
-from rlkit.rewards.sandbox import check_isolation, readable_paths
+from rlkit.rewards.sandbox import SandboxError, check_isolation, readable_paths
 from rlkit.rewards.scoring import Combined
 from rlkit.rewards.workers import Worker, WorkerPool, end_worker, read_line
 
@@ -54,17 +54,18 @@ class SandboxedReward:
     def __init__(self, reward: Reward, seconds: float, memory: int) -> None:
         self.__name__, self.seconds, self.memory = _name(reward), seconds, memory
         self.pickled = _pickled(reward, "sandboxed")
-        self.pool = WorkerPool(self._start)
+        self.pool = WorkerPool(
+            self._start
+        )  # none now: a worker that imports a file with `sandboxed` would start another
 
     def __call__(self, text: str, row: Row) -> float | None:
         reply, code = self.pool.ask(pickle.dumps((text, dict(row))), self.seconds)
         if reply is None and code is None:
             return 0.0
         value = _verdict(self.__name__, reply, code)
-        return value if value is not None and 0 <= value <= 1 else 0.0
+        return value if value is None or 0 <= value <= 1 else 0.0
 
     def _start(self) -> Worker:
-        check_isolation()
         environment = {name: os.environ[name] for name in KEPT if name in os.environ} | ONE_THREAD
         sandbox = self.seconds, readable_paths()
         return _start_worker("sandboxed", (sys.path, self.pickled, self.memory, sandbox), environment)
@@ -133,6 +134,8 @@ def isolated(reward: Reward, *, seconds: float = 60.0, memory: int = 4 << 30) ->
             for name, (weight, part) in reward.parts.items()
         }
         return Combined(parts)
+    if isinstance(reward, SandboxedReward):  # it has processes of its own
+        return reward
     return IsolatedReward(reward, seconds, memory)
 
 
@@ -153,6 +156,10 @@ def sandboxed(reward: Reward, *, seconds: float = 10.0, memory: int = 1 << 30) -
         memory: limit of address space in bytes, in addition to what imports take.
 
     Raises:
-        ValueError: the reward cannot be sent to a worker.
+        ValueError: the reward cannot be sent to a worker, or this machine cannot restrict processes.
     """
+    try:
+        check_isolation()
+    except SandboxError as error:
+        raise ValueError(f"sandboxed: {error}") from error
     return SandboxedReward(reward, seconds, memory)

@@ -73,6 +73,8 @@ def compute_in_child(reward: Callable, text: str, row: object, restrict: Callabl
         return [None, f"cannot isolate answers on this machine: {first.decode(errors='replace') or 'no reason given'}"]
     if verdict.startswith("problem "):
         return [None, verdict.removeprefix("problem ")]
+    if verdict == "none":
+        return [None, ""]
     try:
         return [float(verdict), ""]
     except ValueError:
@@ -86,7 +88,8 @@ def score_and_exit(reward: Callable, text: str, row: object, restrict: Callable[
         os.closerange(writing + 1, os.sysconf("SC_OPEN_MAX"))
         restrict()
         os.write(writing, RESTRICTED)
-        os.write(writing, repr(float(reward(text, row))).encode())
+        value = reward(text, row)
+        os.write(writing, b"none" if value is None else repr(float(value)).encode())
     except MemoryError:
         pass
     except Exception as error:

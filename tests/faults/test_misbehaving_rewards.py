@@ -199,8 +199,13 @@ def test_nothing_runs_where_the_machine_cannot_isolate(monkeypatch):
         raise SandboxError("cannot isolate programs: expected Linux on x86-64, got darwin arm64")
 
     monkeypatch.setattr(sys.modules["rlkit.rewards.isolated"], "check_isolation", cannot)
-    with pytest.raises(SandboxError, match="darwin"):
-        sandboxed(misbehaving_rewards.executing)("reward = 1.0", ROW)
+    with pytest.raises(ValueError, match="sandboxed: cannot isolate programs: .* got darwin"):
+        sandboxed(misbehaving_rewards.executing)
+
+
+def test_a_sandboxed_reward_may_leave_an_answer_without_one(executing):
+    assert executing("reward = None", ROW) is None
+    assert isolated(executing) is executing  # it has processes of its own
 
 
 @pytest.mark.parametrize("name", REWARDS)

@@ -86,7 +86,6 @@ SERVER_OPTIONS = "servers: expected none with --rollout {0}, which samples in th
         ("grpo_vlm", ["--rollout", "vllm", "--temperature", "1e-9"], "temperature: expected one from "),
         ("sft", ["--keep_best"], "evaluate_every: expected at least 1 with --keep_best, got 0"),
         ("grpo_vlm", ["--group_size", "1"], "group_size: expected at least 2, got 1"),
-        ("reinforce", ["--advantage", "rloo", "--group_size", "1"], "group_size: expected at least 2, got 1"),
         ("kto", ["--prompts_per_step", "1"], "prompts_per_step: expected at least 2 without --no_baseline, got 1"),
         ("dapo", ["--epochs", "1"], "epochs: expected --steps, as steps vary in size, got 1"),
     ],
@@ -97,6 +96,27 @@ def test_what_the_run_refuses_is_refused_before_anything_is_planned(recipe, opti
     with pytest.raises(SystemExit) as end:
         command_line.main([f"recipes/{recipe}.py", "--model", str(tmp_path), *options])
     assert str(end.value).startswith(f"plan: {sentence}") and "\n" not in str(end.value)
+
+
+def test_other_statements_of_a_recipe_are_not_run(tmp_path):
+    """Such as those of a copy that logs in somewhere, or whose `main` has a decorator."""
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "import functools, os\n"
+        "from pathlib import Path\n"
+        "from recipes.grpo_vlm import *\n"
+        "def decorated(f):\n    return functools.wraps(f)(lambda cfg: f(cfg))\n"
+        "@decorated\n"
+        "def main(cfg: Config) -> None:\n"
+        f"    Path({str(tmp_path / 'made')!r}).touch()\n"
+        "    if int(os.environ['NO_SUCH_RANK']) == 0:\n        raise ValueError('not reached')\n"
+        "    runs.check_range('undefined', undefined, 2)\n"
+        "    runs.check_range('group_size', cfg.group_size, 2)\n"
+        "    task = runs.load_named_task(cfg, cfg.task)\n"
+    )
+    with pytest.raises(SystemExit, match="plan: group_size: expected at least 2, got 1"):
+        command_line.main([str(recipe), "--model", str(tmp_path), "--lr", "1e-6", "--group_size", "1"])
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(

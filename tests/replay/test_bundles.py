@@ -110,7 +110,7 @@ def read_again(folder, row):
     "value",
     [
         ((1, 2), [3, (4,)], ()),
-        {"a", 1, (2, 3)},
+        {(2, 3)},
         frozenset([frozenset([1])]),
         {1: "one", (2, 3): "two", None: {"deep": (4,)}, "1": "text", 2.5: []},
         {"python tuple": [1]},
