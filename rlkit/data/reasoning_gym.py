@@ -122,8 +122,8 @@ def _check_rows_are_reproducible(name: str, task: str) -> None:
 class Verifier:
     """A reward that has reasoning-gym score the answer between the last <answer> and </answer>, or else the whole text.
 
-    Only the text after the last closing tag of the row's `thinking_tags` counts. An `<answer>` that is missing in front
-    may be the prompt's. An answer that the verifier cannot read, so that it raises an error, scores 0.
+    Only the text after the last closing tag of the row's `thinking_tags` counts. The opening `<answer>` may
+    be missing, as the prompt can end with it. An answer that the verifier cannot read, so that it raises an error, scores 0.
 
     Args:
         name, task, settings: as `_dataset` takes them.

@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--checkpoint", default="", help="checkpoint of this or an earlier step; default: the newest of these"
     )
     parser.add_argument(
-        "--tolerance", type=float, default=0.0, help="relative difference that counts as rounding; default: by dtype"
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="differences up to TOLERANCE * (1 + |x|) count as rounding; 0, the default: by dtype",
     )
     options, rest = parser.parse_known_args(arguments)
     with one_sentence_errors("replay"):

@@ -318,7 +318,7 @@ def _row_to_json(row: Any, tensors: _Tensors) -> Any:
 
 
 def _picture_to_json(image: Any, tensors: _Tensors) -> dict[str, Any]:
-    """A PIL image with its EXIF data, by which it is turned when it is read."""
+    """A PIL image with its EXIF data, which sets its orientation."""
     exif = _exif(image)
     if image.mode in _PNG_MODES:
         file = io.BytesIO()

@@ -88,7 +88,7 @@ class TaskOptions:
     dataloader_num_workers: ChangeableOnResume[NonNegativeInt] = 0
     """Processes per rank that encode prompts, with their images. 0: a thread of the rank does so."""
     system_prompt: str = ""
-    """System message to put before every prompt."""
+    """System message to put before every prompt. Rows that have one of their own are skipped."""
     prompt_template: str = ""
     """Text around every question; {question} marks its place."""
     answer_prefix: str = ""
@@ -149,7 +149,7 @@ class AdapterOptions:
     freeze_audio_tower: bool = False
     """Do not train the audio tower."""
     freeze: str = ""
-    """Do not train the parameters in whose names this regular expression is found: language_model|lm_head|visual.blocks
+    """Do not train parameters whose names contain a match of this regular expression: language_model|lm_head|visual.blocks
     leaves the projector and the patch embedding of a Qwen2.5-VL. The head of a critic or reward model always trains."""
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters. 0: train the weights themselves."""
@@ -299,8 +299,8 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Maximum number of held-out rows, whose images stay in memory during the run: a random choice, the same in every
     run. 0: all. evaluate.py takes all."""
     keep_best: ChangeableOnResume[bool] = False
-    """With --evaluate_every: export the model with the best evaluation to best/. The best is the highest accuracy; of
-    equal accuracies, or where none is measured, the lowest held-out loss."""
+    """With --evaluate_every: export the model with the best evaluation to best/. The best has the highest accuracy.
+    Ties, and runs without an accuracy, are decided by the lowest held-out loss."""
     patience: ChangeableOnResume[NonNegativeInt] = 0
     """With --evaluate_every: end training after this many evaluations in a row without a new best one. 0: never."""
     save_every: ChangeableOnResume[PositiveInt] = 50
@@ -449,8 +449,8 @@ def check_engine_options(cfg: RunOptions) -> None:
 
     if not isinstance(cfg, EngineOptions):
         return
-    if cfg.engine not in (names := engine_names()):
-        raise ValueError(f"engine: expected one of {', '.join(names)}, got {cfg.engine!r}")
+    if cfg.engine not in (engines := engine_names()):
+        raise ValueError(f"engine: expected one of {', '.join(engines)}, got {cfg.engine!r}")
     known = PARALLEL_OPTIONS.get(cfg.engine)
     if known is not None and (wrong := [name for name in cfg.parallel if name not in known]):
         others = [engine for engine, names in PARALLEL_OPTIONS.items() if wrong[0] in names]
