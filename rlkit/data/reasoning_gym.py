@@ -123,7 +123,7 @@ class Verifier:
     """A reward that has reasoning-gym score the answer between the last <answer> and </answer>, or else the whole text.
 
     Only the text after the last closing tag of the row's `thinking_tags` counts. The opening `<answer>` may
-    be missing, as the prompt can end with it. An answer that the verifier cannot read, so that it raises an error, scores 0.
+    be missing, as the prompt can end with it. An answer at which the verifier raises an error scores 0.
 
     Args:
         name, task, settings: as `_dataset` takes them.
