@@ -150,7 +150,8 @@ class AdapterOptions:
     """Do not train the audio tower."""
     freeze: str = ""
     """Do not train parameters whose names contain a match of this regular expression:
-    language_model|lm_head|visual.blocks leaves the projector and the patch embedding of a Qwen2.5-VL. The head of a critic or reward model always trains."""
+    language_model|lm_head|visual.blocks leaves the projector and the patch embedding of a Qwen2.5-VL.
+    The head of a critic or reward model always trains."""
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters. 0: train the weights themselves."""
     lora_alpha: PositiveInt = 32
