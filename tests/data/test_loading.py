@@ -305,9 +305,9 @@ def test_held_out_rows_of_a_directory_are_not_trained_on(tmp_path, name):
 
 @pytest.mark.parametrize(
     "names",
-    [("heldout_000.jsonl", "heldout_001.jsonl"), ("rows.jsonl", "withheld_outcomes.jsonl"), ("Held-Out.jsonl",)],
+    [("heldout_000.jsonl", "heldout_001.jsonl"), ("a.jsonl", "withheld_out.jsonl"), ("a.jsonl", "held_outcomes.jsonl")],
 )
-def test_a_directory_of_held_out_files_alone_is_read(tmp_path, names):
+def test_a_directory_of_held_out_files_alone_or_of_none_is_read(tmp_path, names):
     for file in names:
         write(tmp_path / file, [{"question": file, "answer": "1"}])
     assert len(load_task(str(tmp_path)).splits["train"]) == len(names)
