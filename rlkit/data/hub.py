@@ -176,8 +176,8 @@ def _text_files(source: str, subset: str | None) -> dict[str, list[str]]:
 
 def _check_no_heldout_file(source: str, files: Collection[str]) -> None:
     """Refuse `heldout.jsonl` beside `rows.jsonl`, as datasets reads all files as one split unless it knows a name."""
-    heldout = [path for path in files if re.search("held_?-?out", Path(path).stem, re.IGNORECASE)]
-    if heldout and len(files) > 1:
+    heldout = [path for path in files if re.search(r"(?<![a-z])held[_-]?out(?![a-z])", Path(path).stem, re.IGNORECASE)]
+    if 0 < len(heldout) < len(files):
         name = Path(heldout[0]).name
         raise ValueError(
             f"data set {source!r}: expected files to train on, got also {name}; rename it to test{Path(name).suffix}, "

@@ -31,7 +31,7 @@ WORKER = str(Path(__file__).with_name("maths_worker.py"))
 START_SECONDS = 120.0  # to import sympy, even on a busy machine
 SECONDS = 5.0
 
-MARKERS = re.compile(rf"{ANSWER_HEADING}|####|{ANSWER_IS}|(?i:\banswer\s*=)(?:\*\*)?:?")
+MARKERS = re.compile(rf"(?P<heading>{ANSWER_HEADING})|####|{ANSWER_IS}|(?i:\banswer\s*=)(?:\*\*)?:?")
 FRACTION = r"\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
 BOX = re.compile(
     rf"\\(?:boxed|fbox)\s*(?:\{{|(?P<content>{FRACTION}|-?\d+(?:[.,/]\d+)*(?![\d^_a-zA-Z{{]|\\[a-zA-Z])|[A-Za-z](?=\$)))"
@@ -58,9 +58,10 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
 
     Compares `final_answer(text)` with the row's answer by math-verify's rules, which a table of tests pins down: equal
     expressions match in any form; decimals are compared to six places; 25% matches both 0.25 and 25; units and degrees
-    are ignored; sets and lists have no order, tuples and intervals do; an equation `x = 5` or `m + n = 5` is its
-    value, but `x + 1 = 5` is not. If the row's answer is a solution with a box or a marker, its `final_answer` counts;
-    otherwise all of its lines do. It may be a list of answers, one of which is enough.
+    are ignored; sets and lists have no order, tuples and intervals do; an equation such as `x = 5`,
+    `m + n = 5`, `f(-1) = 5` or `R^2 = 5` is its value, but `x + 1 = 5` or `x^2 = 5` is not. If the row's answer is a
+    solution with a box or a marker, its `final_answer` counts; otherwise all of its lines do. It may be a list of
+    answers, one of which is enough.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -103,8 +104,9 @@ def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> FinalAnswer 
 
     Only the text after the last `closing_tag` counts. The result is the content of the last `\boxed{}` or `\fbox{}`, or
     a number, a fraction or the letter of `$\boxed B$` after `\boxed` without braces; None if braces are not closed.
-    Without a box it is the rest of the line after the last `####`, `answer is` or `answer:`, or else the next line, as
-    after a heading `### Answer`. Without these it is the last line. Empty lines and the fences of code do not count; a
+    Without a box it is the rest of the line after the last `####`, `answer is` or `answer:`, or else the next line. A
+    heading `### Answer` counts likewise if it is above a number or a formula without `=`, and text follows. Without
+    these it is the last line. Empty lines, the fences of code and, after a marker, the `> ` of quotes do not count; a
     display formula or a LaTeX environment over several lines is one line.
     """
     text = text.rpartition(closing_tag)[2]
@@ -115,8 +117,24 @@ def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> FinalAnswer 
         closed = _closing(text, start)
         return None if closed is None else FinalAnswer(text[start:closed].strip(), boxed=True, marked=False)
     marks = list(MARKERS.finditer(text))
-    lines = _lines(text[marks[-1].end() :] if marks else text)
+    if marks and marks[-1]["heading"] and not _result_comes_first(_lines(_after(marks[-1]))):
+        marks = [mark for mark in marks if not mark["heading"]]
+    lines = _lines(_after(marks[-1]) if marks else text)
     return FinalAnswer(lines[0 if marks else -1], boxed=False, marked=bool(marks)) if lines else None
+
+
+def _after(mark: re.Match[str]) -> str:
+    """The text after a marker, without the signs of Markdown's quotes in its further lines."""
+    return re.sub(r"\n[ \t]*>(?=\s)", "\n", mark.string[mark.end() :])
+
+
+def _result_comes_first(lines: list[str]) -> bool:
+    """Whether the first line is a number, with a unit or without, or a formula without `=`, and text follows."""
+    if len(lines) < 2:
+        return False
+    first = re.sub(r"\\[a-zA-Z]+|(?<=[\s{])[a-z]+\W*$", "", lines[0])  # without commands of LaTeX and a unit
+    is_value = re.search(r"\w", first) and not re.search(r"[=|]|[^\W\d_]{2}", first)
+    return bool(is_value and re.match(r"[^\w$\\]*[^\W\d_]{2}", lines[1]))
 
 
 def _right_answer(text: str) -> str:

@@ -43,6 +43,9 @@ RELATION = re.compile(r"\\(?:neq?|[lg]eq?(?:slant)?|[lg]t|not)(?![a-zA-Z])|<(?!<
 UNIT = r"(?:\\(?:text|mathrm|rm)\{[^{}]*\}|[a-z]{2,})"
 QUANTITIES = re.compile(rf"(?:(?:\s|\\[ ,])*\d+(?:\.\d+)?(?:\s|\\[ ,])*{UNIT}){{2,}}")  # 3 hours 20 minutes
 BASE = re.compile(r"[\dA-F]+_\{?(\d+)\}?")  # 1010_2
+# f(-1), T_2(-1), f'(-1): math-verify reads -f
+FUNCTION_VALUE = re.compile(r"[a-zA-Z]\}?(?:[_^](?:\w|\{[^{}]*\}))?'*\(")
+NAMED_SQUARE = re.compile(r"(?:r|s|sigma|chi)(?:_\S+)?\*\*2")  # R^2, the variances s^2 and \sigma^2, \chi^2
 
 
 def cleaned(text: str) -> str:
@@ -85,10 +88,10 @@ def parsed(text: str, boxed: bool = True) -> list:
 
 def is_unsolved(part: object) -> bool:
     """Whether this is an equation such as x + 1 = 5, -x = 5 or x^2 = 25, whose right side is not the value of x. The
-    right side of m + n = 5, f(2) = 5 or 2 + 3 = 5 may be the answer."""
+    right side of m + n = 5, f(2) = 5, 2 + 3 = 5 or R^2 = 0.5 may be the answer."""
     from sympy import Eq, Number
 
-    if not isinstance(part, Eq):
+    if not isinstance(part, Eq) or NAMED_SQUARE.fullmatch(str(part.lhs)):
         return False
     symbols = part.lhs.free_symbols
     others = part.lhs.atoms() - symbols
@@ -132,7 +135,8 @@ def is_equal(text: str, gold_text: str, boxed: bool, marked: bool) -> bool:
             result = text if "=" in gold_text else LEFT_SIDES.sub("", text)
             text = f"The final answer is {result}"
         given = given + parsed(text, boxed=False)
-    if not any(isinstance(part, Eq) for part in wanted):
+    names_a_value = FUNCTION_VALUE.search(text.replace(r"\left", ""))
+    if not names_a_value and not any(isinstance(part, Eq) for part in wanted):
         given = [part for part in given if not is_unsolved(part)]
     return verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True)
 

@@ -22,8 +22,11 @@ from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Reward, Row
 from rlkit.data.thinking_tags import THINKING_TAGS, thinking_tags_of
 
+IS = r"\**\s*(?i:is|[:：])(?:\*\*)?[:：]?"
 # what comes before a final answer: "answer is" or "**Answer**:"
-ANSWER_IS = r"(?i:\b(?:answer|correct[ \t]+(?:option|choice))\**\s*(?:is|[:：]))(?:\*\*)?[:：]?"
+ANSWER_IS = rf"(?i:\banswer){IS}"
+# or, before a letter, "correct option is"
+OPTION_IS = rf"(?i:\bcorrect[ \t]+(?:option|choice)){IS}"
 # or a heading, "### Final answer", above a line that does not begin with a word other than "Option"
 ANSWER_HEADING = (
     r"(?im:^[ \t]*+(?:#{1,6}|\*\*)[^a-z\n]*+(?:(?:final|correct)[ \t]++)*+answer[ \t\r*]*+$)"
@@ -143,7 +146,7 @@ def choice_letter(text: str, closing_tag: str = THINKING_TAGS[1]) -> str | None:
     closing = r"""(?:[\s*.)}\]]*(?:\$|\\[)\]]|["'`”’])|[)}\]](?![\^_(])|[.:]\s)"""
     quoted = rf"""(?:\$\$?|\\[(\[]|["'`“‘]){before}([A-J]){closing}"""
     letter = rf"{before}(?:{quoted}|(?!{is_word})([A-J])(?![\w']))"
-    marked = "|".join(mark + letter for mark in ("<answer>", r"\\boxed\{", ANSWER_HEADING, ANSWER_IS))
+    marked = "|".join(mark + letter for mark in ("<answer>", r"\\boxed\{", ANSWER_HEADING, ANSWER_IS, OPTION_IS))
     if matches := list(re.finditer(marked, text, re.IGNORECASE)):
         return next(group for group in matches[-1].groups() if group).upper()
     alone = re.match(r"[\s*(]*([A-J])(?:[\s*).]*$|[).:]\**\s)", text)
@@ -196,7 +199,7 @@ def _numbers(text: str) -> list[float]:
         r"|(?<!\d)\d*+[¼-¾⅐-⅞]"  # ½, 2½
     )
     text = join_thousands(text.replace("−", "-").replace("__", " "))  # __5__ is 5 in bold
-    text = re.sub(r"(?<![\w.%°)\]}])–(?=[\d.])", "-", text)  # not in 3–5
+    text = re.sub(r"(?<![\w.%°)\]}])(?<![\d%°][^\S\n])–(?=[\d.])", "-", text)  # not in 3–5 or 3 –5
     return [float(found) for found in re.findall(rf"(?<![\w./]){number}", re.sub(fraction, " ", text))]
 
 

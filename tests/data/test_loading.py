@@ -303,6 +303,16 @@ def test_held_out_rows_of_a_directory_are_not_trained_on(tmp_path, name):
         load_task(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("heldout_000.jsonl", "heldout_001.jsonl"), ("a.jsonl", "withheld_out.jsonl"), ("a.jsonl", "held_outcomes.jsonl")],
+)
+def test_a_directory_of_held_out_files_alone_or_of_none_is_read(tmp_path, names):
+    for file in names:
+        write(tmp_path / file, [{"question": file, "answer": "1"}])
+    assert len(load_task(str(tmp_path)).splits["train"]) == len(names)
+
+
 def test_a_directory_of_images_beside_their_rows_is_not_the_task(tmp_path, capsys):
     """`datasets` reads it as a folder of images alone."""
     for i in range(3):
