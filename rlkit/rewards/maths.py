@@ -96,7 +96,9 @@ def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
 def _words(text: str) -> str:
     text = text.strip().strip("$").strip()
     inner = re.fullmatch(r"\\text(?:bf|it|rm)?\{([^{}]*)\}", text)
-    return " ".join(join_thousands(inner[1] if inner else text).lower().split())
+    text = inner[1] if inner else text
+    text = join_thousands(text) if re.match(r"[-−$\\ ]*\d", text) else text  # (1,234) is a pair
+    return " ".join(text.lower().split())
 
 
 def final_answer(text: str, closing_tag: str = THINKING_TAGS[1]) -> FinalAnswer | None:

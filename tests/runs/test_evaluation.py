@@ -25,11 +25,11 @@ from rlkit.runs import (
     out_of_patience,
     pass_at_k,
     record_evaluation,
-    start,
     with_intervals,
 )
 from rlkit.runs.evaluation import best_step, keep_best_of_all
 from rlkit.runs.heldout import sampled_heldout
+from rlkit.runs.options import check_evaluation
 from rlkit.tracking import EVAL, SAMPLES, Run
 
 
@@ -378,4 +378,4 @@ def test_answers_of_lost_steps_are_removed_before_held_out_ones_are_written(tmp_
 def test_options_that_need_evaluations(options):
     cfg = TrainingOptions(evaluate_every=0, **options)
     with pytest.raises(ValueError, match="^evaluate_every: expected at least 1 with --"):
-        start.check_evaluation(cfg)
+        check_evaluation(cfg)
