@@ -327,3 +327,9 @@ def test_packed_tensors_follow_their_rows():
     assert batch.trained_token_index(flat).tolist() == [0, 1, 2, 3, 4]
     empty = Batch(torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1, dtype=torch.bool), [])
     assert empty.add_token_fields(x=torch.zeros(0, 2)).select([]).token_fields["x"].shape == (0, 2)
+
+
+def test_a_batch_without_rows_can_be_viewed_as_bytes():
+    """As the ranks of a model-parallel group do to compare their rows."""
+    batch = collate([])
+    assert [x.view(torch.uint8).numel() for x in (batch.tokens, batch.mask, batch.rollout_logprobs)] == [0, 0, 0]
