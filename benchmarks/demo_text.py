@@ -33,7 +33,7 @@ WAYS = {
     "bfloat16, LoRA, 1 thread": FIRST,
     "float32": f"{FIRST} --compute_dtype float32",
     "without activation checkpointing": f"{FIRST} --no_enable_gradient_checkpointing",
-    "a prompt once for each of its answers": f"{FIRST} --no_share_prompts",
+    "a prompt once for each of its responses": f"{FIRST} --no_share_prompts",
     "the same, padded": f"{FIRST} --no_share_prompts --no_use_remove_padding",
     "all weights": f"{FIRST} --lora_rank 0 --lr 1e-5",
     "2 threads": f"{FIRST} --threads 2",

@@ -203,7 +203,7 @@ group("GRPO, 1024 x 4096", "verl", "verl_vectorised", size=LARGE)(grpo)
 
 
 def one_a_sample(b: Batch, name: str):
-    """verl's estimator on answers of one token: [B] in, [B] out."""
+    """verl's estimator on responses of one token: [B] in, [B] out."""
     function, rewards, mask = getattr(verl, name), b.rewards[:, None], torch.ones(b.b, 1)
     return lambda: function(rewards, mask, b.uid)[0][:, 0]
 

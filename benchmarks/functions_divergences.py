@@ -331,8 +331,8 @@ def divergences(keep):
 
     def of_row(p, q, on):
         kept = keep([k3(x - y) for x, y, t in zip(p, q, on, strict=True) if t])
-        answers = iter(kept) if isinstance(kept, list) else None
-        return [t and (next(answers) if answers else kept) for t in on]
+        responses = iter(kept) if isinstance(kept, list) else None
+        return [t and (next(responses) if responses else kept) for t in on]
 
     return of_row
 

@@ -390,7 +390,7 @@ def prompts(b):
     return {"rlkit": lambda: with_gradient(prompt_mean(loss, b.mask, counts), loss), "loop": loop}
 
 
-@group("tokens of a prompt's answers")
+@group("tokens of a prompt's responses")
 def prompt_tokens(b):
     mask, ids = b.nested("mask", "ids")
 

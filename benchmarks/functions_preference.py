@@ -1,4 +1,4 @@
-"""Groups of preference losses on 4096 pairs of answers: the mean of the losses and its gradient by both sides.
+"""Groups of preference losses on 4096 pairs of responses: the mean of the losses and its gradient by both sides.
 
 TRL's CPO and ORPO trainers have their formulas in methods of their own, which are called; given log-ratios, CPO's are
 DPO's. What stands in the middle of the steps of the DPO and KTO trainers, among models and metrics, is left out. Loops
@@ -296,7 +296,7 @@ pair_group(
 )
 
 
-# --- single answers, and rewards
+# --- single responses, and rewards
 
 
 @group("KTO and its baseline")

@@ -292,11 +292,11 @@ def reward_with_kl(b):
 @group("overlong penalty", "trl")
 def overlong(b):
     lengths, longest, buffer = b.lengths[:, 0], int(0.9 * b.t), int(0.2 * b.t)
-    n, answers = lengths.tolist(), [[0] * n for n in lengths.tolist()]
+    n, responses = lengths.tolist(), [[0] * n for n in lengths.tolist()]
     return {
         "rlkit": lambda: overlong_penalty(lengths, longest, buffer),
         "loop": lambda: [-min(max((x - longest + buffer) / buffer, 0.0), 1.0) for x in n],
-        "trl": lambda: get_soft_overlong_punishment(longest, buffer)(answers),
+        "trl": lambda: get_soft_overlong_punishment(longest, buffer)(responses),
     }
 
 

@@ -115,8 +115,8 @@ def head(tokens: int, sizes: list[tuple[int, int]], peak: float) -> str:
     return table("Output layer, as a share of the matrix product's FLOP/s (8 N V H with backward)", header, rows)
 
 
-def rows_with_images(config: object, count: int, image: int, text: int, answers: int) -> object:
-    """`count` prompts with an image each, and `answers` answers of different lengths to each."""
+def rows_with_images(config: object, count: int, image: int, text: int, responses: int) -> object:
+    """`count` prompts with an image each, and `responses` responses of different lengths to each."""
     vision, samples = config.vision_config, []
     size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     merge, generator = vision.spatial_merge_size, torch.Generator().manual_seed(0)
@@ -126,7 +126,7 @@ def rows_with_images(config: object, count: int, image: int, text: int, answers:
         pixels = torch.randn(patches, size, generator=generator)
         ids = [config.image_token_id] * image + [10 + group] * text
         prompt = prompt_sample(ids, vision={"pixel_values": pixels, "image_grid_thw": grid}, group_id=group)
-        lengths = torch.randint(text // 2, 2 * text, (answers,), generator=generator).tolist()
+        lengths = torch.randint(text // 2, 2 * text, (responses,), generator=generator).tolist()
         samples += [append_response(prompt, [20] * length, [0.0] * length) for length in lengths]
     return collate(samples)
 
@@ -163,7 +163,7 @@ def steps(config: object, workload: tuple[int, int, int, int], peak: float) -> s
             name, f"{needed:.2f}", f"{tokens / needed:,.0f}", f"{flops / needed / peak:.0%}", f"{memory:.1f}",
         ])  # fmt: skip
     header = ["3B with images", "seconds", "tokens/s", "MFU", "peak GiB beyond weights and optimizer"]
-    return table(f"A step: {len(batch)} rows, {tokens} tokens, prompts counted once for each answer", header, rows)
+    return table(f"A step: {len(batch)} rows, {tokens} tokens, prompts counted once for each response", header, rows)
 
 
 def seconds_and_memory(config: object, batch: object, options: dict[str, bool]) -> tuple[float, float]:

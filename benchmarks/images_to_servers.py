@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/images_to_servers.py
 
-Prompts of one image each, with eight answers of one token, are sent to the stand-in server of the tests, which runs in
-another process on this machine and accepts images without reading them. Counted are the CPU seconds of this process,
+Prompts of one image each, with eight responses of one token, are sent to the stand-in server of the tests, which runs
+in another process on this machine and accepts images without reading them. Counted are the CPU seconds of this process,
 and the time until the first request has arrived.
 """
 
@@ -55,9 +55,9 @@ class TimedStandin(VllmStandin):
         await request.read()
         with self.first.get_lock():
             self.first.value = self.first.value or time.monotonic()
-        answer = await super()._generate(request)
+        response = await super()._generate(request)
         self.bodies.clear()
-        return answer
+        return response
 
 
 def serve(pipe: Any, first: Any) -> None:

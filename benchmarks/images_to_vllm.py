@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/images_to_vllm.py
 
-Prompts of one image each, in bfloat16 as recipes encode them, with eight answers of one token, go to two engines in
+Prompts of one image each, in bfloat16 as recipes encode them, with eight responses of one token, go to two engines in
 turn: to one that prepares the images itself, as with `mm_device_do_normalize=True`, and to one that is given what the
 trainer's processor has prepared. The model is tiny and has the limits of image sizes that Qwen2.5-VL is published with.
 Counted are the CPU seconds of this process from the call of `generate` to vLLM's first step. Every round begins with

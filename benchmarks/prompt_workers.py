@@ -61,12 +61,12 @@ def python_loop() -> int:
 
 
 def sampling(backend: str, path: str, processor: Any) -> Work:
-    """Samples 8 answers of 96 tokens to each of 8 prompts of text."""
+    """Samples 8 responses of 96 tokens to each of 8 prompts of text."""
     model = load_model(path).eval()
     options: dict[str, Any] = {"gathered": lambda: nullcontext(model)} if backend == "hf" else {"model": path}
     rollout = make_rollout(backend, processor=processor, **options)
     rollout.update_weights((name, weight.detach()) for name, weight in model.named_parameters())
-    rollout.end_token_ids = []  # every answer has all its tokens
+    rollout.end_token_ids = []  # every response has all its tokens
     prompts = [prompt_sample([20 + i] * 32, group_id=i) for i in range(8)]
     return lambda: rollout.generate(prompts, Sampling(96, seed=(0,)), n=8)
 

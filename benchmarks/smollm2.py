@@ -65,7 +65,7 @@ class Measured:
 
 def on_reasoning_gym(task: str, steps: int, number: str) -> Measured:
     """grpo_vlm on a task of reasoning-gym; `number` is what the mean reward of held-out rows is called in the table."""
-    options = f"--task reasoning_gym:{task} --answer_prefix <answer> --max_new_tokens 10 --lr 5e-4 --kl_coef 0"
+    options = f"--task reasoning_gym:{task} --response_prefix <answer> --max_new_tokens 10 --lr 5e-4 --kl_coef 0"
     return Measured("grpo_vlm", f"{SAMPLED} {ADAPTERS} {options} --steps {steps}", {"accuracy": number})
 
 
@@ -125,7 +125,7 @@ TABLES = {"reasoning_gym": REASONING_GYM, "reasoning_gym_exact": REASONING_GYM_E
 def continuations() -> Task:
     """Ten words of a story ("In the Year 2889", Michel and Jules Verne) and the ten after them.
 
-    The rejected answer has the same ten words in another order.
+    The rejected response has the same ten words in another order.
     """
     from reasoning_gym.data import read_data_file
 

@@ -282,7 +282,7 @@ def vlm_batch(config: Qwen3VLConfig, rows: int, longest: int, side: int) -> Batc
     vision, samples = config.vision_config, []
     features, width = side**2 // 4, 3 * vision.temporal_patch_size * vision.patch_size**2
     for length in torch.linspace(longest // 8, longest, rows).int().tolist():
-        question, answer = torch.randint(3, 480, (2, length), generator=g).tolist()
+        question, response = torch.randint(3, 480, (2, length), generator=g).tolist()
         compact = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id, *question[:16]]
         start = prompt_sample(
             [compact[0], *[compact[1]] * features, *compact[2:]],
@@ -293,7 +293,7 @@ def vlm_batch(config: Qwen3VLConfig, rows: int, longest: int, side: int) -> Batc
             },
             placeholders={config.image_token_id: [features]},
         )
-        samples.append(append_response(start, answer, [-5.0] * length))
+        samples.append(append_response(start, response, [-5.0] * length))
     return collate(samples)
 
 

@@ -41,7 +41,7 @@ def rollout(tmp_path_factory):
 
 
 def train_steps(rollout, max_staleness):
-    """What a recipe does, and what came of it: for each step the answers and how old they were."""
+    """What a recipe does, and what came of it: for each step the responses and how old they were."""
     prompts = [[prompt_sample([20 + step, i], group_id=2 * step + i) for i in range(2)] for step in range(STEPS)]
     requests = [(two, Sampling(TOKENS, seed=(step,))) for step, two in enumerate(prompts)]
     ahead, came = max_staleness + 1, []
@@ -54,7 +54,7 @@ def train_steps(rollout, max_staleness):
         requested.extend(rollout.submit(*one, GROUP) for one in requests[step + ahead :][:1])
     seeds = [[request_seed(how.seed, one) + i for one in two for i in range(GROUP)] for two, how in requests]
     expected = [[written(seed, TOKENS) for seed in batch] for batch in seeds]
-    assert [answers for answers, _ in came] == expected  # nothing lost, nothing twice, in order
+    assert [responses for responses, _ in came] == expected  # nothing lost, nothing twice, in order
     assert [age for _, age in came] == [min(step, max_staleness) for step in range(STEPS)]
 
 

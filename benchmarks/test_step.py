@@ -3,7 +3,7 @@
     pytest benchmarks/test_step.py --benchmark-enable --benchmark-group-by=param:what
 
 Both have the same tiny Qwen2.5-VL, the same prompts with one image each, the same group size and lengths. `sample`
-generates the answers, `update` trains on given answers, `step` does both. The bare loop uses only transformers:
+generates the responses, `update` trains on given responses, `step` does both. The bare loop uses only transformers:
 `generate` with num_return_sequences, a padded forward and AdamW.
 """
 

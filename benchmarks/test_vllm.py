@@ -44,7 +44,7 @@ def work(request, tmp_path_factory):
     tokenizer.save_pretrained(path)
     engine = make_engine("fsdp2", model=load_model(path), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-6))
     rollout = make_rollout("vllm", model=path, processor=load_processor(path), max_num_seqs=64, max_model_len=512)
-    rollout.end_token_ids = []  # every answer has all its tokens
+    rollout.end_token_ids = []  # every response has all its tokens
     rollout.size = f"{sum(p.numel() for p in engine.base.parameters()) / 1e6:.0f}M"
     yield engine, rollout
     rollout.close()
@@ -91,8 +91,8 @@ def test_weight_sync(benchmark, work):
     """Shorter than a training step of a batch that is a quarter of what is sampled."""
     engine, rollout = work
     benchmark.group = f"hand over, {rollout.size}"
-    answer = list(range(20, 20 + NEW))
-    samples = [append_response(p, answer, [-5.0] * NEW) for p in prompts() for _ in range(GROUP // 4)]
+    response = list(range(20, 20 + NEW))
+    samples = [append_response(p, response, [-5.0] * NEW) for p in prompts() for _ in range(GROUP // 4)]
     batch = collate(samples, advantages=torch.randn(len(samples)))
 
     def loss(out, mb):

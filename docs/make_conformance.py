@@ -76,7 +76,7 @@ BOTTOM = """
 - `kl_gradient` is about the KL term in the loss, which is optional in every trainer. TRL weights k3 by the ratio
   (`use_bias_correction_kl`, on by default), which makes the gradient exact. So do verl's `low_var_kl+`, OpenRLHF's
   `--algo.kl.unbiased_gradient`, and rlkit's `kl_k2`, `kl_straight_through` and `kl_k3_weighted`.
-- verl gives an answer that is alone in its group its raw reward on purpose, as its code says.
+- verl gives a response that is alone in its group its raw reward on purpose, as its code says.
 
 Adapters: [rlkit](../rlkit/conformance/ours.py), [verl](../tests/peers/adapter_verl.py),
 [TRL](../tests/peers/adapter_trl.py), [OpenRLHF](../tests/peers/adapter_openrlhf.py),

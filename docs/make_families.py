@@ -258,11 +258,11 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
   `qk_rope_head_dim` 64). The config must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
 - **Recurrent layers** (gated delta rule, Mamba, short convolutions) carry a state from token to token. In packed rows
   they get each sequence as a row of its own, while all other layers compute the packed row
-  (rlkit/engines/packing/separate_sequences.py). If answers share a prompt, layers with the gated delta rule compute the
-  prompt once and pass its last state to each answer; Mamba layers and short convolutions compute the prompt once per
-  answer. With Ulysses, each rank gathers the inputs of such a layer and computes all of its tokens, so the ranks share
-  the time and memory of all other layers, but not of these. With gradient checkpointing, only one of these layers at a
-  time holds activations of all tokens. On a GPU, `pip install -e '.[linear-attention]'` and
+  (rlkit/engines/packing/separate_sequences.py). If responses share a prompt, layers with the gated delta rule compute
+  the prompt once and pass its last state to each response; Mamba layers and short convolutions compute the prompt once
+  per response. With Ulysses, each rank gathers the inputs of such a layer and computes all of its tokens, so the ranks
+  share the time and memory of all other layers, but not of these. With gradient checkpointing, only one of these layers
+  at a time holds activations of all tokens. On a GPU, `pip install -e '.[linear-attention]'` and
   `pip install --no-build-isolation causal-conv1d` install the kernels that transformers uses for the gated delta rule.
   Those for Mamba are in causal-conv1d and mamba-ssm (`MAMBA_KEEP_CUDA_BUILD=TRUE pip install --no-build-isolation
   mamba-ssm`; the variable is for Jamba's kernel); rlkit was not tested with them.
@@ -331,7 +331,7 @@ What happens to files as published (`python -m rlkit.doctor --model DIR` names w
 - **deepseek_v32, glm_moe_dsa** (DeepSeek-V3.2, GLM-5) attend to the tokens that an indexer chooses among all tokens of
   a row. In packed rows these layers, like recurrent layers, get each sequence with its prompt as a row of its own, and
   compute it by SDPA with a mask. So their memory grows with the square of the longest sequence, and they compute a
-  shared prompt once per answer. Ulysses treats them like recurrent layers. The choice has no gradient: neither the
+  shared prompt once per response. Ulysses treats them like recurrent layers. The choice has no gradient: neither the
   indexer nor adapters on it are trained.
 - **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
   "0.8 seconds". vLLM rounds times down to seconds, so every second frame must fall on a whole second, as it does at the

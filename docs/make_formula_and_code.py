@@ -55,8 +55,8 @@ shares no code with it. Tests compare values and gradients of the two. The [refe
 functions and their arguments.
 
 In the equations r is the ratio of a token, $`\\exp(\\text{logprobs} - \\text{old\\_logprobs})`$, A its advantage
-and m the mask; sg stops the gradient; $`\\sigma`$ is the logistic function; G is the number of answers to a prompt. In
-losses of pairs h is the log-ratio of policy to reference of the chosen answer, less that of the rejected one.
+and m the mask; sg stops the gradient; $`\\sigma`$ is the logistic function; G is the number of responses to a prompt.
+In losses of pairs h is the log-ratio of policy to reference of the chosen response, less that of the rejected one.
 
 A body checks its arguments (`check`), masks them, and computes the formula. What bodies and loops call stands at the
 end: [functions](#called-by-the-functions), [loops](#called-by-the-loops)."""

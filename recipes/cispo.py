@@ -14,7 +14,7 @@ How it differs from the paper (MiniMax-M1, https://arxiv.org/abs/2506.13585, sec
 - There are 4 optimizer steps per batch; the paper has 16.
 - Dynamic sampling and the length penalty are left out; dapo.py has both.
 - Importance weights correct for the mismatch of sampler and trainer (`tis_cap`).
-- An answer is left out of its group if its reward function fails or returns None. It does not
+- A response is left out of its group if its reward function fails or returns None. It does not
   count as wrong.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
@@ -73,7 +73,7 @@ def policy_loss(out, mb, cfg: Config):
 
 
 def main(cfg: Config) -> None:
-    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("group_size", cfg.group_size, 2)  # responses are compared with each other
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
@@ -95,11 +95,11 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_rewards_failed(answers)
+        responses = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
+        sampler.stop_if_rewards_failed(responses)
 
         run.phase("train")
-        batch = collate(answers.scored)
+        batch = collate(responses.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         # for the inference below; mini-batches are rebalanced again
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
@@ -113,8 +113,8 @@ def main(cfg: Config) -> None:
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(responses, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         runs.evaluate_when_due(cfg, run, evaluate, engine)

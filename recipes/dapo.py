@@ -16,8 +16,8 @@ How it differs from the paper:
 - Groups are filtered by rewards without the length penalty. With it, groups of equal rewards would
   pass the filter.
 - By default the learning rate decays linearly after the warm-up; the paper's is constant.
-- Truncated answers are trained on.
-- An answer is left out of its group if its reward function fails or returns None. It does not
+- Truncated responses are trained on.
+- A response is left out of its group if its reward function fails or returns None. It does not
   count as wrong.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
@@ -53,7 +53,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     gen_batch_size: runs.PositiveInt = 48
     """Prompts per generation batch. A step samples such batches until --prompts_per_step prompts
-    have answers with different rewards."""
+    have responses with different rewards."""
     max_num_gen_batches: runs.PositiveInt = 3
     """Maximum number of generation batches per step."""
     ppo_epochs: runs.PositiveInt = 1
@@ -89,33 +89,33 @@ def policy_loss(out, mb, cfg: Config):
 class SampledGroups(NamedTuple):
     """What a step sampled, in one generation batch or several."""
 
-    answers: runs.Answers
-    """All answers of this rank."""
+    responses: runs.Responses
+    """All responses of this rank."""
     informative: Sequence[int]
-    """Ids of the groups of all ranks whose answers have different rewards."""
+    """Ids of the groups of all ranks whose responses have different rewards."""
     num_gen_batches: int
 
 
 def sample_groups(gen_batches, first: int, cfg: Config, sampler, engine) -> SampledGroups:
-    """Dynamic sampling: sample until enough groups have answers with different rewards.
+    """Dynamic sampling: sample until enough groups have responses with different rewards.
 
     Args:
         gen_batches: iterator over generation batches of prompts.
         first: number of its next batch, counted from the start of the run.
     """
-    answers = None
+    responses = None
     with sampler.current_weights():
         for i in range(cfg.max_num_gen_batches):
             prompts = renumbered(next(gen_batches), i * cfg.gen_batch_size)
             sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, first + i))
             more = sampler.sample(prompts, sampling, n=cfg.group_size)
-            answers = more if answers is None else answers + more
-            groups = group_ids(answers.generated)
-            differ = informative_groups(answers.rewards, groups)
+            responses = more if responses is None else responses + more
+            groups = group_ids(responses.generated)
+            differ = informative_groups(responses.rewards, groups)
             informative = runs.group_ids_of_all_ranks(groups[differ], engine)
             if len(informative) >= cfg.prompts_per_step:
                 break
-    return SampledGroups(answers, informative, i + 1)
+    return SampledGroups(responses, informative, i + 1)
 
 
 def renumbered(prompts, first: int):
@@ -127,23 +127,23 @@ def renumbered(prompts, first: int):
 def group_metrics(sampled: SampledGroups, chosen, penalty, cfg: Config, engine):
     """The mean length penalty, and how many groups were sampled, have different rewards, and were
     trained on."""
-    counts = runs.totals(engine, penalty=penalty.sum(), answers=len(penalty))
+    counts = runs.totals(engine, penalty=penalty.sum(), responses=len(penalty))
     return {
-        "reward/overlong": counts["penalty"] / counts["answers"],
+        "reward/overlong": counts["penalty"] / counts["responses"],
         "groups/sampled": sampled.num_gen_batches * cfg.gen_batch_size,
         "groups/differ": len(sampled.informative),
         "groups/trained": len(chosen),
     }
 
 
-def scored_share(answers, engine) -> str:
-    total = runs.totals(engine, scored=len(answers.scored), answers=len(answers.rewards))
-    return f"{total['scored']:.0f} of {total['answers']:.0f} answers were scored"
+def scored_share(responses, engine) -> str:
+    total = runs.totals(engine, scored=len(responses.scored), responses=len(responses.rewards))
+    return f"{total['scored']:.0f} of {total['responses']:.0f} responses were scored"
 
 
 def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("group_size", cfg.group_size, 2)  # responses are compared with each other
     runs.check_range("overlong_buffer", cfg.overlong_buffer, 0, cfg.max_new_tokens)
     if cfg.epochs:
         raise ValueError(f"epochs: expected --steps, as steps vary in size, got {cfg.epochs}")
@@ -167,16 +167,16 @@ def main(cfg: Config) -> None:
     for step in run.steps(state["step"], cfg.steps):
         sampled = sample_groups(gen_batches, gen_batches_done, cfg, sampler, engine)
         gen_batches_done += sampled.num_gen_batches
-        answers = sampled.answers
-        sampler.stop_if_rewards_failed(answers)
+        responses = sampled.responses
+        sampler.stop_if_rewards_failed(responses)
         if not len(sampled.informative):
             what = "no sampled group has different rewards, so the run ends here"
-            run.print(f"step {step}: {what}; {scored_share(answers, engine)}")
+            run.print(f"step {step}: {what}; {scored_share(responses, engine)}")
             break
 
         run.phase("train")
         chosen = sampled.informative[: cfg.prompts_per_step]
-        batch = collate([sample for sample in answers.scored if sample.group_id in chosen])
+        batch = collate([sample for sample in responses.scored if sample.group_id in chosen])
         lengths, limit = batch.mask.sum(1), cfg.max_new_tokens
         penalty = overlong_penalty(lengths, limit, cfg.overlong_buffer, cfg.overlong_penalty_factor)
         batch.add(advantages=grpo_advantages(batch.rewards + penalty, batch.group_ids))  # [B]
@@ -190,8 +190,8 @@ def main(cfg: Config) -> None:
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(responses, metrics)
         metrics |= group_metrics(sampled, chosen, penalty, cfg, engine)
         show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
         run.log(step, metrics, show=show)

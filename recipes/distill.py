@@ -1,4 +1,4 @@
-"""On-policy distillation: a student answers, and a teacher scores every token of its answers.
+"""On-policy distillation: a student answers, and a teacher scores every token of its responses.
 
     # a tiny Qwen2.5-VL learns digits from another one
     torchrun --nproc-per-node=1 recipes/distill.py
@@ -22,7 +22,8 @@ How it differs from the papers:
   is clipped, as in PPO.
 - The effect of a token on later tokens is ignored (a discount of 0), as in GKD and in that post.
   MiniLLM (arXiv 2306.08543) includes it.
-- All answers are sampled from the student (lambda = 1 in GKD); answers in the data are not used.
+- All responses are sampled from the student (lambda = 1 in GKD); responses in the data are not
+  used.
 """
 
 from dataclasses import dataclass
@@ -186,16 +187,16 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
+        responses = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
 
         run.phase("train")
-        batch = collate(answers.generated)
+        batch = collate(responses.generated)
         if cfg.teacher_servers:
-            add_teacher_logprobs(batch, teacher, answers.generated, cfg)
+            add_teacher_logprobs(batch, teacher, responses.generated, cfg)
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         counts = runs.totals(engine, tokens=batch.mask.sum())
         if not counts["tokens"]:
-            run.stop("no answer of this batch can be scored by the teacher; see the log")
+            run.stop("no response of this batch can be scored by the teacher; see the log")
         if not cfg.teacher_servers:
             add_teacher_logprobs(batch, teacher, batch, cfg)
         with runs.keep_on_device(engine):
@@ -208,8 +209,8 @@ def main(cfg: Config) -> None:
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers) | counts
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | counts
+        sampler.report(responses, metrics)
         shown = "kl" if cfg.loss == "sampled_token" else "divergence"
         run.log(step, metrics, show={shown: shown, "entropy": "entropy", "reward": "reward/mean"})
         runs.save(cfg, run, step, checkpoints=engine)

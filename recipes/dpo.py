@@ -1,4 +1,4 @@
-"""DPO and its variants: learn from pairs of a chosen and a rejected answer.
+"""DPO and its variants: learn from pairs of a chosen and a rejected response.
 
     torchrun --nproc-per-node=1 recipes/dpo.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/dpo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
@@ -9,13 +9,13 @@ TRL, UltraFeedback and RLAIF-V. If a task has no pairs, each row's own answer is
 another row's answer is the rejected one.
 
 How it differs from the paper (DPO, https://arxiv.org/abs/2305.18290, section 4):
-- The paper fine-tunes on the chosen answers first (`sft.py` does that). Without this, DPO can
-  separate a pair while both answers become less likely. The loss therefore has a small term for
-  the likelihood of the chosen answers (`sft_coef`; the paper's is 0).
+- The paper fine-tunes on the chosen responses first (`sft.py` does that). Without this, DPO can
+  separate a pair while both responses become less likely. The loss therefore has a small term for
+  the likelihood of the chosen responses (`sft_coef`; the paper's is 0).
 - `--loss` selects another loss by TRL's names (`loss_type` and `f_divergence_type`); the docstring
   of its function in rlkit.losses names its paper. TRL's ipo is `--loss ipo --normalise_length`.
 - Losses without a reference model are in simpo.py, KTO is in kto.py. BCO and AOT are left out: they
-  compare an answer with the whole batch, but a loss sees one micro-batch.
+  compare a response with the whole batch, but a loss sees one micro-batch.
 - The optimizer is AdamW; the paper uses RMSprop.
 """
 
@@ -54,7 +54,7 @@ LOSSES = {
 
 
 @dataclass
-class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
+class Config(runs.GenerationOptions, runs.GivenResponseOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
@@ -68,9 +68,9 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     loss_options: dict[str, float] = field(default_factory=dict)
     """Other arguments of the loss function: --loss_options label_smoothing 0.1."""
     normalise_length: bool = False
-    """Score an answer by the mean log-probability of its tokens instead of the sum."""
+    """Score a response by the mean log-probability of its tokens instead of the sum."""
     sft_coef: runs.NonNegativeFloat = 0.1
-    """Weight of the chosen answers' mean negative log-likelihood (alpha in arXiv 2404.19733)."""
+    """Weight of the chosen responses' mean negative log-likelihood (alpha in arXiv 2404.19733)."""
 
 
 def select_loss(cfg: Config) -> Callable:
@@ -90,14 +90,15 @@ def select_loss(cfg: Config) -> Callable:
 
 
 def pair_loss(out, mb, loss: Callable, cfg: Config):
-    """Loss of a micro-batch and its metrics; even rows are chosen answers, odd rows rejected ones.
+    """Loss of a micro-batch and its metrics; even rows are chosen responses, odd rows rejected
+    ones.
 
     The logged log-probabilities are the policy's minus the reference's, in nats.
     """
     mean = cfg.normalise_length or cfg.loss == "sigmoid_norm"
-    answer_logprobs = sequence_mean_logprobs if mean else sequence_logprobs
-    logprobs = answer_logprobs(out.logprobs, mb.mask)
-    ref_logprobs = answer_logprobs(mb.ref_logprobs, mb.mask)
+    response_logprobs = sequence_mean_logprobs if mean else sequence_logprobs
+    logprobs = response_logprobs(out.logprobs, mb.mask)
+    ref_logprobs = response_logprobs(mb.ref_logprobs, mb.mask)
     chosen, rejected = logprobs[0::2], logprobs[1::2]
     ref_chosen, ref_rejected = ref_logprobs[0::2], ref_logprobs[1::2]
     chosen_nll = -sequence_mean_logprobs(out.logprobs, mb.mask)[0::2]
@@ -112,7 +113,7 @@ def chosen_and_rejected(row):
 
 
 def pair_batch(sequences):
-    """Chosen answers in even rows, rejected ones in odd rows; a pair stays in one micro-batch."""
+    """Chosen responses in even rows, rejected ones in odd rows; a pair stays in one micro-batch."""
     return collate(sequences, micro_batch_group=torch.arange(len(sequences)) // 2)
 
 
@@ -128,13 +129,13 @@ def main(cfg: Config) -> None:
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
+    encode = runs.response_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
     heldout = encode(enumerate(task.heldout))
     heldout_batch = pair_batch(heldout.sequences)
     heldout_batch.add(ref_logprobs=reference(heldout_batch))
 
     def evaluate(when: str):
-        """Loss and preference accuracy on the held-out pairs, and accuracy of greedy answers."""
+        """Loss and preference accuracy on the held-out pairs, and accuracy of greedy responses."""
         run.phase("evaluate")
         out = engine.infer_batch(heldout_batch)
         metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)

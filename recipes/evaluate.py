@@ -1,4 +1,4 @@
-"""Evaluate a model on one or several tasks: accuracy, pass@k and a page of answers.
+"""Evaluate a model on one or several tasks: accuracy, pass@k and a page of responses.
 
     torchrun --nproc-per-node=1 recipes/evaluate.py  # a tiny Qwen2.5-VL before any training
     torchrun --nproc-per-node=1 recipes/evaluate.py --group_size 16 \\
@@ -15,7 +15,7 @@ without replacement from the n is right: 1 - C(n - c, k) / C(n, k), where c of t
 How it differs from the paper:
 - The paper takes the best of several temperatures for each k. Here there is one, 1 by default.
 - There is no top-p (the paper: 0.95) and no top-k, as in training.
-- An answer is left out, and counted as `unscored`, if its reward function fails or returns None.
+- A response is left out, and counted as `unscored`, if its reward function fails or returns None.
 - Samples depend on (seed, row, number of the sample) only, not on restarts or the number of ranks.
 """
 
@@ -34,7 +34,7 @@ class Config(
 ):
     task: tuple[str, ...] = ("digits",)
     group_size: runs.NonNegativeInt = 8
-    """Samples per row. 0: only greedy answers."""
+    """Samples per row. 0: only greedy responses."""
     pass_at: tuple[int, ...] = (1, 4, 8)
     """Values of k for pass@k. Those above group_size are left out."""
     right: float = 1.0
@@ -45,11 +45,12 @@ class Config(
     """Rows per batch, summed over all ranks."""
 
 
-def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
-    """The figures of a task, from the answers to its rows; see `runs.means_of_rows`."""
-    values = {"accuracy": [answer["reward"] for answer in answers if answer["reward"] is not None]}
+def summary(responses: list[dict], cfg: Config) -> dict[str, float]:
+    """The figures of a task, from the responses to its rows; see `runs.means_of_rows`."""
+    rewards = [response["reward"] for response in responses]
+    values = {"accuracy": [reward for reward in rewards if reward is not None]}
     if cfg.group_size:
-        sampled = [[r for r in answer["rewards"] if r is not None] for answer in answers]
+        sampled = [[r for r in response["rewards"] if r is not None] for response in responses]
         values["mean"] = [math.fsum(rewards) / len(rewards) for rewards in sampled if rewards]
         for k in (k for k in cfg.pass_at if k <= cfg.group_size):
             enough = [rewards for rewards in sampled if len(rewards) >= k]
@@ -57,8 +58,8 @@ def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
             values[f"pass@{k}"] = [
                 runs.pass_at_k(len(rewards), c, k) for rewards, c in zip(enough, right, strict=True)
             ]
-    rewards = [r for answer in answers for r in (answer["reward"], *answer["rewards"])]
-    counts = {"rows": len(answers), "unscored": rewards.count(None)}
+    rewards = [r for response in responses for r in (response["reward"], *response["rewards"])]
+    counts = {"rows": len(responses), "unscored": rewards.count(None)}
     return {**runs.means_of_rows(values), **counts}
 
 
@@ -73,24 +74,24 @@ def table(tasks: dict[str, dict[str, float]]) -> str:
 
 
 def as_json(rewards):
-    """A list; None for an answer that was not scored."""
+    """A list; None for a response that was not scored."""
     return [None if math.isnan(reward) else reward for reward in rewards.tolist()]
 
 
 def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
-    """This rank's answers to its share of some rows, as JSON objects, and what it counted."""
+    """This rank's responses to its share of some rows, as JSON objects, and what it counted."""
     sampler.run.phase("encode")
     prompts = sampler.encode(rows)
     greedy = sampler.sample(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
-    sampled = runs.Answers()
+    sampled = runs.Responses()
     if cfg.group_size:
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, task_number))
         sampled = sampler.sample(prompts, sampling, n=cfg.group_size)
     greedy_rewards, sampled_rewards = as_json(greedy.rewards), as_json(sampled.rewards)
-    answers = []
+    responses = []
     for i, prompt in enumerate(prompts.samples):
         group = slice(i * cfg.group_size, (i + 1) * cfg.group_size)
-        answers.append(
+        responses.append(
             {
                 "task": cfg.task[task_number],
                 "row": prompt.group_id,
@@ -104,7 +105,7 @@ def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
         "skipped_rows": len(prompts.skipped),
         "tokens": sum(len(s.response_ids) for s in greedy.generated + sampled.generated),
     }
-    return answers, counts
+    return responses, counts
 
 
 def batches_of_tasks(tasks, cfg: Config) -> list[tuple[int, list]]:
@@ -117,26 +118,26 @@ def batches_of_tasks(tasks, cfg: Config) -> list[tuple[int, list]]:
     return batches
 
 
-def summaries(answers: list[dict], batches, cfg: Config) -> dict[str, dict[str, float]]:
-    """`summary` of each task, and the number of its rows that were skipped (no answer)."""
+def summaries(responses: list[dict], batches, cfg: Config) -> dict[str, dict[str, float]]:
+    """`summary` of each task, and the number of its rows that were skipped (no response)."""
     tasks = {}
     for number, task in enumerate(cfg.task):
-        answered = [answer for answer in answers if answer["task"] == task]
+        answered = [response for response in responses if response["task"] == task]
         rows = sum(len(rows) for task_number, rows in batches if task_number == number)
         tasks[task] = {**summary(answered, cfg), "skipped": rows - len(answered)}
     return tasks
 
 
-def worst_answers(answers: list[dict], tasks, cfg: Config, processor) -> list:
-    """The 40 greedy answers with the lowest rewards, for the page."""
+def worst_responses(responses: list[dict], tasks, cfg: Config, processor) -> list:
+    """The 40 greedy responses with the lowest rewards, for the page."""
     shown = []
-    scored = [answer for answer in answers if answer["reward"] is not None]
-    unscored = [answer for answer in answers if answer["reward"] is None]
-    for answer in (sorted(scored, key=lambda answer: answer["reward"]) + unscored)[:40]:
-        row = tasks[cfg.task.index(answer["task"])].heldout[answer["row"]]
-        reward = math.nan if answer["reward"] is None else answer["reward"]
+    scored = [response for response in responses if response["reward"] is not None]
+    unscored = [response for response in responses if response["reward"] is None]
+    for response in (sorted(scored, key=lambda response: response["reward"]) + unscored)[:40]:
+        row = tasks[cfg.task.index(response["task"])].heldout[response["row"]]
+        reward = math.nan if response["reward"] is None else response["reward"]
         prompt = encode_prompt(processor, row, group_id=len(shown))
-        shown.append(replace(prompt, text=answer["text"], reward=reward))
+        shown.append(replace(prompt, text=response["text"], reward=reward))
     return shown
 
 
@@ -163,23 +164,23 @@ def main(cfg: Config) -> None:
 
     samplers = [runs.PolicySampler(cfg, run, task, processor, engine, rollout) for task in tasks]
     batches = batches_of_tasks(tasks, cfg)
-    answers, start = runs.resume_answers(cfg, run)
+    responses, start = runs.resume_responses(cfg, run)
     with samplers[0].current_weights():
         for step in run.steps(start, len(batches), unit="batch"):
             number, rows = batches[step]
-            local_answers, counts = evaluate_rows(rows, cfg, number, samplers[number])
-            new_answers = runs.append_answers(run, step, local_answers)
-            answers += new_answers
-            metrics = summary(new_answers, cfg) | runs.totals(engine, **counts)
+            local_responses, counts = evaluate_rows(rows, cfg, number, samplers[number])
+            new_responses = runs.append_responses(run, step, local_responses)
+            responses += new_responses
+            metrics = summary(new_responses, cfg) | runs.totals(engine, **counts)
             run.log(step, metrics | {"reward/mean": metrics.get("mean", metrics["accuracy"])})
 
     run.phase("evaluate")
     shown = []
     if run.is_main_process:
-        figures = summaries(answers, batches, cfg)
+        figures = summaries(responses, batches, cfg)
         run.print(table(figures))
-        run.log_evaluation(tasks=figures, heldout=len(answers))
-        shown = worst_answers(answers, tasks, cfg, processor)
+        run.log_evaluation(tasks=figures, heldout=len(responses))
+        shown = worst_responses(responses, tasks, cfg, processor)
     runs.finish(cfg, run, shown)
 
 

@@ -10,13 +10,13 @@
         http://127.0.0.1:8003
 
 How it differs from grpo_vlm.py, and from the papers (one step off-policy:
-https://arxiv.org/abs/2410.18252; bounded staleness and answers that continue under new weights:
+https://arxiv.org/abs/2410.18252; bounded staleness and responses that continue under new weights:
 AReaL, https://arxiv.org/abs/2505.24298):
 - Batches are requested in advance. The weights that sample a token are at most `max_staleness`
-  updates older than those that train on it. Requests are delayed to keep this bound; no answer is
+  updates older than those that train on it. Requests are delayed to keep this bound; no response is
   discarded.
-- Weights are sent to the servers while they generate. An unfinished answer continues under the new
-  weights, and its version is that of its oldest token.
+- Weights are sent to the servers while they generate. An unfinished response continues under the
+  new weights, and its version is that of its oldest token.
 - Nothing is clipped: each batch is used for one optimizer step, so PPO's ratio is always 1.
   Importance weights replace the clip. The weight of a token is its probability under the trainer
   divided by that under the older weights that sampled it, at most `tis_cap`. AReaL's decoupled
@@ -75,28 +75,28 @@ def policy_loss(out, mb, cfg: Config):
 
 
 def check_arrival(cfg: Config, run, sampler, engine, prompts):
-    """End the run if fresh answers do not have the log-probabilities of the weights just sent."""
+    """End the run if fresh responses do not have the log-probabilities of the weights just sent."""
     run.phase("weight_sync_check")
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
     sampler.stop_if_out_of_sync(measure_mismatch(sampler.rollout, engine, prompts, sampling))
 
 
 def request(cfg: Config, prompts_of_steps, submit, step: int):
-    """Have the servers answer the next prompts; returns these, and a future of their answers."""
+    """Have the servers answer the next prompts; returns these, and a future of their responses."""
     prompts = next(prompts_of_steps)
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step))
     return prompts, submit(prompts.samples, sampling, cfg.group_size)
 
 
-def scored_answers(sampler, prompts, future, failures: Failures) -> runs.Answers:
-    """Wait for the answers to a step's prompts, and for their rewards."""
+def scored_responses(sampler, prompts, future, failures: Failures) -> runs.Responses:
+    """Wait for the responses to a step's prompts, and for their rewards."""
     generated, rewards, parts, seconds = future.result()
     sampler.check_routing(generated)
-    return runs.Answers(generated, rewards, parts, prompts.skipped, failures.take(), seconds)
+    return runs.Responses(generated, rewards, parts, prompts.skipped, failures.take(), seconds)
 
 
 def updates_since_sampling(samples, version: int):
-    """[B]: weight updates since the oldest weights that sampled an answer."""
+    """[B]: weight updates since the oldest weights that sampled a response."""
     return torch.tensor([float(version - sample.version) for sample in samples])
 
 
@@ -112,7 +112,7 @@ def cancel(requested) -> None:
 
 
 def main(cfg: Config) -> None:
-    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("group_size", cfg.group_size, 2)  # responses are compared with each other
     runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
@@ -138,18 +138,18 @@ def main(cfg: Config) -> None:
         failures, threads = Failures("reward"), cfg.reward_threads
         submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
         request_step = partial(request, cfg, prompts_of_steps, submit)
-        ahead = cfg.max_staleness + 1  # steps whose answers are requested
+        ahead = cfg.max_staleness + 1  # steps whose responses are requested
         requested = deque(map(request_step, range(start, cfg.steps)[:ahead]))
         stack.callback(cancel, requested)
         loss_fn = partial(policy_loss, cfg=cfg)
         for step in run.steps(start, cfg.steps):
-            run.phase("generate")  # the wait for answers
-            answers = scored_answers(sampler, *requested.popleft(), failures)
-            sampler.stop_if_rewards_failed(answers)
+            run.phase("generate")  # the wait for responses
+            responses = scored_responses(sampler, *requested.popleft(), failures)
+            sampler.stop_if_rewards_failed(responses)
 
             run.phase("train")
-            batch = collate(answers.scored)
-            batch.add(staleness=updates_since_sampling(answers.scored, rollout.version))  # [B]
+            batch = collate(responses.scored)
+            batch.add(staleness=updates_since_sampling(responses.scored, rollout.version))  # [B]
             batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
             batch = rebalance_across_ranks(batch, engine.data_parallel_group)
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
@@ -159,8 +159,8 @@ def main(cfg: Config) -> None:
             if step + ahead < cfg.steps:
                 requested.append(request_step(step + ahead))
 
-            metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
-            sampler.report(answers, metrics)
+            metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=batch.mask.sum())
+            sampler.report(responses, metrics)
             run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
             runs.save(cfg, run, step, checkpoints=engine)
             runs.evaluate_when_due(cfg, run, evaluate, engine)

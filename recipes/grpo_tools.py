@@ -10,7 +10,7 @@ rlkit.rollout.agent has more.
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1), in
 addition to what grpo_vlm.py lists:
-- An answer is an episode of several turns. All turns have the episode's advantage. Tool output is
+- A response is an episode of several turns. All turns have the episode's advantage. Tool output is
   masked out of the loss.
 - An episode is left out of its group if its tool or its reward function fails.
 - There is no KL term by default (`kl_coef` 0).
@@ -118,13 +118,13 @@ def episode(sample) -> list:
     return sample.row["messages"][sample.row["prompt_messages"] :]
 
 
-def turns_and_aborted(answers, engine):
+def turns_and_aborted(responses, engine):
     """Mean turns of the policy per episode, and number of episodes that their tool ended."""
-    messages = [message for sample in answers.scored for message in episode(sample)]
+    messages = [message for sample in responses.scored for message in episode(sample)]
     counts = {
         "turns": sum(message["role"] == "assistant" for message in messages),
-        "scored": len(answers.scored),
-        "aborted": sum(sample.finish_reason == "aborted" for sample in answers.generated),
+        "scored": len(responses.scored),
+        "aborted": sum(sample.finish_reason == "aborted" for sample in responses.generated),
     }
     counts = runs.totals(engine, **counts)
     return {"turns": counts["turns"] / max(counts["scored"], 1), "aborted": counts["aborted"]}
@@ -149,7 +149,7 @@ def with_tiny_model(cfg: Config, path: Path, task, tool) -> Config:
 
 
 def main(cfg: Config) -> None:
-    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("group_size", cfg.group_size, 2)  # responses are compared with each other
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     if cfg.max_response_tokens:
         runs.check_range("max_response_tokens", cfg.max_response_tokens, cfg.max_new_tokens)
@@ -177,11 +177,11 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_rewards_failed(answers)
+        responses = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
+        sampler.stop_if_rewards_failed(responses)
 
         run.phase("train")
-        batch = collate(answers.scored)
+        batch = collate(responses.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)  # for the inference below
         with runs.keep_on_device(engine):
@@ -196,9 +196,9 @@ def main(cfg: Config) -> None:
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
-        metrics |= turns_and_aborted(answers, engine)
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=batch.mask.sum())
+        metrics |= turns_and_aborted(responses, engine)
+        sampler.report(responses, metrics)
         show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)

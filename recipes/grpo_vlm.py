@@ -1,4 +1,4 @@
-"""GRPO on images or text: sample a group of answers to each prompt, reward them, take a step.
+"""GRPO on images or text: sample a group of responses to each prompt, reward them, take a step.
 
     torchrun --nproc-per-node=1 recipes/grpo_vlm.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
@@ -6,14 +6,14 @@
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
 - The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476). The paper takes the
-  mean per answer and then the mean over answers, so a token of a long answer has less weight. For
-  the paper's mean, let `policy_loss` end with
+  mean per response and then the mean over responses, so a token of a long response has less weight.
+  For the paper's mean, let `policy_loss` end with
   `return sequence_mean(loss, mb.mask, mb.total_sequences), metrics`.
 - clip_high is larger than clip_low (DAPO again). Clipping only matters with several optimizer steps
   per batch (ppo_epochs, mini_batches). In the first of them, the ratio is 1.
 - The weight of the KL term is 0.001; the paper's is 0.04.
 - Importance weights correct for the mismatch of sampler and trainer (`tis_cap`).
-- An answer is left out of its group if its reward function fails or returns None. It does not
+- A response is left out of its group if its reward function fails or returns None. It does not
   count as wrong.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
@@ -80,7 +80,7 @@ def policy_loss(out, mb, cfg: Config):
 
 
 def main(cfg: Config) -> None:
-    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("group_size", cfg.group_size, 2)  # responses are compared with each other
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
@@ -103,11 +103,11 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_rewards_failed(answers)
+        responses = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
+        sampler.stop_if_rewards_failed(responses)
 
         run.phase("train")
-        batch = collate(answers.scored)
+        batch = collate(responses.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         # for the inference below; mini-batches are rebalanced again
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
@@ -123,8 +123,8 @@ def main(cfg: Config) -> None:
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(responses, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         runs.evaluate_when_due(cfg, run, evaluate, engine)

@@ -1,15 +1,16 @@
-"""GSPO on images or text: GRPO with one ratio per answer in place of one per token.
+"""GSPO on images or text: GRPO with one ratio per response in place of one per token.
 
     torchrun --nproc-per-node=1 recipes/gspo.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/gspo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
         --task train.jsonl --reward boxed --rollout vllm --lora_rank 32 --max_new_tokens 1024
 
-The ratio of an answer is the geometric mean of its tokens' ratios. Clipping takes the gradient from
-a whole answer, or from none of its tokens. The loss is the mean over answers. There is no KL term.
+The ratio of a response is the geometric mean of its tokens' ratios. Clipping takes the gradient
+from a whole response, or from none of its tokens. The loss is the mean over responses. There is no
+KL term.
 
 How it differs from the paper (https://arxiv.org/abs/2507.18071):
 - Importance weights correct for the mismatch of sampler and trainer (`tis_cap`), token by token.
-- An answer is left out of its group if its reward function fails or returns None. It does not
+- A response is left out of its group if its reward function fails or returns None. It does not
   count as wrong.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
@@ -47,19 +48,19 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     mini_batches: runs.PositiveInt = 4
     """Mini-batches per batch, split by prompt. Each is one optimizer step."""
     clip_low: runs.NonNegativeFloat = 3e-4
-    """Lower bound of an answer's ratio is 1 - clip_low."""
+    """Lower bound of a response's ratio is 1 - clip_low."""
     clip_high: runs.NonNegativeFloat = 4e-4
-    """Upper bound of an answer's ratio is 1 + clip_high."""
+    """Upper bound of a response's ratio is 1 + clip_high."""
 
 
 def policy_loss(out, mb, cfg: Config):
     """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens and
-    mb.total_sequences count the tokens and answers of the whole batch, over all ranks."""
+    mb.total_sequences count the tokens and responses of the whole batch, over all ranks."""
     # with one optimizer step per batch, main adds no old_logprobs: the ratio is 1
     old = mb.fields.get("old_logprobs", out.logprobs.detach())
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     given = out.logprobs, old, mb.advantages, mb.mask
-    loss = gspo_loss(*given, **clip)  # [B, T]: the loss of an answer, on each of its tokens
+    loss = gspo_loss(*given, **clip)  # [B, T]: the loss of a response, on each of its tokens
     loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
@@ -70,7 +71,7 @@ def policy_loss(out, mb, cfg: Config):
 
 
 def main(cfg: Config) -> None:
-    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("group_size", cfg.group_size, 2)  # responses are compared with each other
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
@@ -92,11 +93,11 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_rewards_failed(answers)
+        responses = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
+        sampler.stop_if_rewards_failed(responses)
 
         run.phase("train")
-        batch = collate(answers.scored)
+        batch = collate(responses.scored)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         # for the inference below; mini-batches are rebalanced again
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
@@ -110,8 +111,8 @@ def main(cfg: Config) -> None:
         metrics = runs.mean_metrics(updates)
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(responses, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         runs.evaluate_when_due(cfg, run, evaluate, engine)

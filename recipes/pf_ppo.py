@@ -1,24 +1,25 @@
-"""PF-PPO on text or images: PPO on answers drawn by their rewards, mostly the best of each prompt.
+"""PF-PPO on text or images: PPO on responses drawn by their rewards, mostly the best of each
+prompt.
 
     torchrun --nproc-per-node=1 recipes/pf_ppo.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/pf_ppo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
         --task train.jsonl --reward boxed --rollout vllm --prompts_per_step 512 --mini_batches 4 \\
         --max_new_tokens 1024 --lr 1e-6 --critic_lr 1e-5 --kl_coef 0.001
 
-A reward model is most reliable at its extremes. So a batch is drawn from the answers, with
-replacement. The best answer to a prompt has probability `pf_ppo_best`, the worst `pf_ppo_worst`,
+A reward model is most reliable at its extremes. So a batch is drawn from the responses, with
+replacement. The best response to a prompt has probability `pf_ppo_best`, the worst `pf_ppo_worst`,
 and the others share the rest. The paper has best-random (0.5 and 0, as here), best-worst (0.5 and
 0.5) and best-of-N (1 and 0). The loop is that of ppo.py.
 
 How it differs from the paper (https://arxiv.org/abs/2409.06957):
-- Answers that tie for the best or the worst share that probability.
-- Each rank draws as many answers as it has, from all of its answers together, as verl does. So a
-  prompt may get more draws than another, or none.
+- Responses that tie for the best or the worst share that probability.
+- Each rank draws as many responses as it has, from all of its responses together, as verl does. So
+  a prompt may get more draws than another, or none.
 - The critic is a separate model, which starts from the policy's weights with a value head of zeros.
 - The loss is the mean over all tokens of a mini-batch. Advantages are whitened over all tokens of
   the drawn batch. There is no entropy bonus. The KL to the initial model is subtracted from the
   reward of each token; its weight `kl_coef` is 0 by default.
-- An answer is left out if its reward function fails or returns None.
+- A response is left out if its reward function fails or returns None.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
 
@@ -85,9 +86,9 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     lam: runs.UnitInterval = 0.95
     """Lambda of GAE."""
     pf_ppo_best: runs.UnitInterval = 0.5
-    """Probability of the best answer among the draws from its group."""
+    """Probability of the best response among the draws from its group."""
     pf_ppo_worst: runs.UnitInterval = 0.0
-    """Probability of the worst answer among the draws from its group."""
+    """Probability of the worst response among the draws from its group."""
     kl_coef: runs.NonNegativeFloat = 0.0
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
@@ -114,7 +115,7 @@ def value_loss(out, mb, cfg: Config):
 
 
 def draw_by_reward(samples, cfg: Config, step: int, engine):
-    """As many samples, drawn with replacement by reward; a group in proportion to its answers."""
+    """As many samples, drawn with replacement by reward; a group in proportion to its responses."""
     rewards, groups = torch.tensor([sample.reward for sample in samples]), group_ids(samples)
     weights = pf_ppo_weights(rewards, groups, cfg.pf_ppo_best, cfg.pf_ppo_worst)
     _, group, sizes = groups.unique(return_inverse=True, return_counts=True)
@@ -125,7 +126,8 @@ def draw_by_reward(samples, cfg: Config, step: int, engine):
 
 
 def token_rewards(batch, cfg: Config):
-    """[B, T]: an answer's reward at its last token, minus the KL to the reference at each token."""
+    """[B, T]: a response's reward at its last token, minus the KL to the reference at each
+    token."""
     if not cfg.kl_coef:
         return rewards_to_tokens(batch.rewards, batch.mask)
     kl = kl_k1(batch.old_logprobs, batch.ref_logprobs, batch.mask)
@@ -171,7 +173,7 @@ def build_critic(cfg: Config, path: str, processor, optimizer_steps: int):
 def main(cfg: Config) -> None:
     runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
     runs.check_range("pf_ppo_best + pf_ppo_worst", cfg.pf_ppo_best + cfg.pf_ppo_worst, 0, 1)
-    runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+    runs.check_range("group_size", cfg.group_size, 2)  # responses are compared with each other
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     runs.check_range("critic_warmup", cfg.critic_warmup, 0, cfg.steps - 1, "less than --steps")
@@ -195,11 +197,11 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_rewards_failed(answers)
+        responses = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
+        sampler.stop_if_rewards_failed(responses)
 
         run.phase("train")
-        batch = collate(draw_by_reward(answers.scored, cfg, step, engine))
+        batch = collate(draw_by_reward(responses.scored, cfg, step, engine))
         mask = batch.mask
         with runs.keep_on_device(engine):  # with LoRA it is also the reference
             if reference:
@@ -216,8 +218,8 @@ def main(cfg: Config) -> None:
         if step >= cfg.critic_warmup:
             metrics |= update_policy(batch, cfg, step, engine)
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=mask.sum())
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=mask.sum())
+        sampler.report(responses, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
         runs.save(cfg, run, step, checkpoints=engine, critic_checkpoints=critic)
         runs.evaluate_when_due(cfg, run, evaluate, engine)

@@ -12,7 +12,7 @@ How it differs from the paper (https://arxiv.org/abs/1707.06347) and from Instru
 - The loss is the mean over all tokens of a mini-batch. Advantages are whitened over all tokens of
   the batch. There is no entropy bonus. The KL to the initial model is subtracted from the reward
   of each token; its weight `kl_coef` is 0 by default.
-- An answer is left out if its reward function fails or returns None.
+- A response is left out if its reward function fails or returns None.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 
 PF-PPO is in pf_ppo.py, VAPO in vapo.py.
@@ -97,7 +97,8 @@ def value_loss(out, mb, cfg: Config):
 
 
 def token_rewards(batch, cfg: Config):
-    """[B, T]: an answer's reward at its last token, minus the KL to the reference at each token."""
+    """[B, T]: a response's reward at its last token, minus the KL to the reference at each
+    token."""
     if not cfg.kl_coef:
         return rewards_to_tokens(batch.rewards, batch.mask)
     kl = kl_k1(batch.old_logprobs, batch.ref_logprobs, batch.mask)
@@ -165,11 +166,11 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_rewards_failed(answers)
+        responses = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
+        sampler.stop_if_rewards_failed(responses)
 
         run.phase("train")
-        batch = collate(answers.scored)
+        batch = collate(responses.scored)
         mask = batch.mask
         with runs.keep_on_device(engine):  # with LoRA it is also the reference
             if reference:
@@ -186,8 +187,8 @@ def main(cfg: Config) -> None:
         if step >= cfg.critic_warmup:
             metrics |= update_policy(batch, cfg, step, engine)
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=mask.sum())
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=mask.sum())
+        sampler.report(responses, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
         runs.save(cfg, run, step, checkpoints=engine, critic_checkpoints=critic)
         runs.evaluate_when_due(cfg, run, evaluate, engine)

@@ -11,13 +11,13 @@
 
 How it differs from the papers:
 - The loss is the mean over all tokens of the batch. The papers of RLOO, ReMax and OPO sum over the
-  tokens of an answer and average over answers. For that, let `policy_loss` end with
+  tokens of a response and average over responses. For that, let `policy_loss` end with
   `return sequence_sum_mean(loss, mb.mask, mb.total_sequences), metrics`.
 - Each batch is used for one step, so the ratio is 1 and the clip of REINFORCE++ has no effect.
 - `kl_coef` subtracts the KL to the initial model from the reward: per token for REINFORCE++,
-  summed over the answer for the others (OPO's paper has none). The greedy answer that is ReMax's
-  baseline has no KL subtracted.
-- An answer is left out of its group if its reward function fails or returns None. It does not
+  summed over the response for the others (OPO's paper has none). The greedy response that is
+  ReMax's baseline has no KL subtracted.
+- A response is left out of its group if its reward function fails or returns None. It does not
   count as wrong.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
@@ -73,16 +73,16 @@ def compute_advantages(rewards, batch, cfg: Config, global_sum):
     """[B] or [B, T], from rewards [B, T] of each token."""
     if cfg.advantage == "reinforce_plus_plus":
         return reinforce_plus_plus_advantages(rewards, batch.mask, global_sum=global_sum)
-    answer_rewards, groups = rewards.sum(1), batch.group_ids  # [B], KL included
+    response_rewards, groups = rewards.sum(1), batch.group_ids  # [B], KL included
     if cfg.advantage == "rloo":
-        return rloo_advantages(answer_rewards, groups)
+        return rloo_advantages(response_rewards, groups)
     if cfg.advantage == "remax":
-        return remax_advantages(answer_rewards, batch.greedy_rewards)
+        return remax_advantages(response_rewards, batch.greedy_rewards)
     if cfg.advantage == "reinforce_plus_plus_baseline":
         return reinforce_plus_plus_baseline_advantages(
-            answer_rewards, groups, global_sum=global_sum
+            response_rewards, groups, global_sum=global_sum
         )
-    return opo_advantages(answer_rewards, groups, batch.mask.sum(1))
+    return opo_advantages(response_rewards, groups, batch.mask.sum(1))
 
 
 def policy_loss(out, mb, cfg: Config):
@@ -102,11 +102,12 @@ def policy_loss(out, mb, cfg: Config):
 
 
 def greedy_rewards(sampler, prompts, group_ids):
-    """[B]: the reward of the greedy answer to the prompt of each row, with the current weights."""
+    """[B]: the reward of the greedy response to the prompt of each row, with the current
+    weights."""
     greedy = sampler.greedy(prompts)
     rewards = {
-        answer.group_id: x
-        for answer, x in zip(greedy.generated, greedy.rewards.tolist(), strict=True)
+        response.group_id: x
+        for response, x in zip(greedy.generated, greedy.rewards.tolist(), strict=True)
     }
     return torch.tensor([rewards[group] for group in group_ids.tolist()], dtype=torch.float32)
 
@@ -114,7 +115,7 @@ def greedy_rewards(sampler, prompts, group_ids):
 def main(cfg: Config) -> None:
     uses_groups = cfg.advantage not in ("remax", "reinforce_plus_plus")
     if uses_groups:
-        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+        runs.check_range("group_size", cfg.group_size, 2)  # responses are compared with each other
     task = runs.load_named_task(cfg, cfg.task)
     cfg = runs.with_epochs(cfg, task)
     run = runs.start_run(cfg, task.name, task.train, task.heldout)
@@ -136,9 +137,9 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_rewards_failed(answers)
-        batch = collate(answers.scored)
+        responses = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
+        sampler.stop_if_rewards_failed(responses)
+        batch = collate(responses.scored)
         if cfg.advantage == "remax":
             batch.add(greedy_rewards=greedy_rewards(sampler, prompts, batch.group_ids))
 
@@ -155,8 +156,8 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=batch.mask.sum())
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=batch.mask.sum())
+        sampler.report(responses, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
         runs.evaluate_when_due(cfg, run, evaluate, engine)

@@ -1,6 +1,6 @@
-"""Reward model: a scalar head that scores whole answers, trained on pairs (Bradley-Terry).
+"""Reward model: a scalar head that scores whole responses, trained on pairs (Bradley-Terry).
 
-    # a tiny Qwen2.5-VL learns to score answers about digits
+    # a tiny Qwen2.5-VL learns to score responses about digits
     torchrun --nproc-per-node=1 recipes/reward_model.py
     torchrun --nproc-per-node=8 recipes/reward_model.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
         --task pairs.parquet --lora_rank 32 --lr 1e-4 --steps 1000
@@ -16,7 +16,7 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
 - `centre_coef` is the weight of a regulariser that keeps rewards around 0 (arXiv 2312.09244),
   because the Bradley-Terry loss only depends on differences. The paper subtracts the mean after
   training.
-- The score is read at the end token of the answer. The head starts at zero, so the first scores
+- The score is read at the end token of the response. The head starts at zero, so the first scores
   are 0.
 - The model should already be fine-tuned, for example by `sft.py`. The tiny model is fine-tuned
   when it is built.
@@ -36,7 +36,7 @@ from rlkit.losses import bradley_terry_loss, preference_mean, preference_stats, 
 
 
 @dataclass
-class Config(runs.GivenAnswerOptions):
+class Config(runs.GivenResponseOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
@@ -46,7 +46,7 @@ class Config(runs.GivenAnswerOptions):
 
 
 def pair_loss(out, mb, centre_coef: float):
-    """Mean loss of the pairs of all ranks; chosen answers in even rows, rejected ones after."""
+    """Mean loss of the pairs of all ranks; chosen responses in even rows, rejected ones after."""
     scores = out.values.sum(1)  # a row has one value, its score
     chosen, rejected = scores[0::2], scores[1::2]
     values = bradley_terry_loss(chosen, rejected, mb.margin[0::2])
@@ -72,7 +72,7 @@ def chosen_and_rejected(row):
 
 
 def pair_batch(sequences):
-    """Chosen answers in even rows, rejected ones in odd rows; a pair stays in one micro-batch."""
+    """Chosen responses in even rows, rejected ones in odd rows; a pair stays in one micro-batch."""
     margins = [margin_of(sequence.row) for sequence in sequences]
     pairs = torch.arange(len(sequences)) // 2
     return scoring_batch(collate(sequences, micro_batch_group=pairs, margin=torch.tensor(margins)))
@@ -87,12 +87,12 @@ def main(cfg: Config) -> None:
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
     loss_fn = partial(pair_loss, centre_coef=cfg.centre_coef)
-    encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
+    encode = runs.response_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
     heldout = encode(enumerate(task.heldout))
     heldout_batch = pair_batch(heldout.sequences)
 
     def evaluate(when: str):
-        """Loss and preference accuracy on the held-out pairs; returns the scored answers."""
+        """Loss and preference accuracy on the held-out pairs; returns the scored responses."""
         run.phase("evaluate")
         out = engine.infer_batch(heldout_batch)
         metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
@@ -100,7 +100,7 @@ def main(cfg: Config) -> None:
         counts = {"rows": len(heldout.samples), "skipped": len(heldout.skipped)}
         runs.record_evaluation(run, engine, when, results, **counts)
         scored = zip(heldout.sequences, out["values"].sum(1).tolist(), strict=True)
-        return [replace(answer, reward=score) for answer, score in scored]
+        return [replace(response, reward=score) for response, score in scored]
 
     runs.evaluate_at_start(cfg, run, start, evaluate, engine)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)

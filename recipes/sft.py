@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of vision-language and language models on given answers.
+"""Supervised fine-tuning of vision-language and language models on given responses.
 
     torchrun --nproc-per-node=1 recipes/sft.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/sft.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
@@ -8,8 +8,8 @@ Rows have `question`, `answer` and optionally `image`; or `messages`, a chat tha
 message of the assistant.
 
 How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, section 3.5):
-- The loss is the mean over the answer tokens of the whole batch, so a long answer has more weight
-  than a short one. All have the same weight with
+- The loss is the mean over the response tokens of the whole batch, so a long response has more
+  weight than a short one. All have the same weight with
   `return sequence_mean(-out.logprobs, mb.mask, mb.total_sequences), {}` in `loss_fn`.
 - The loss covers every message of the assistant, with its end token, and nothing else; with
   `--train_on last` only the last one.
@@ -29,7 +29,7 @@ from rlkit.losses import token_mean
 
 
 @dataclass
-class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
+class Config(runs.GenerationOptions, runs.GivenResponseOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
@@ -40,12 +40,12 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
 
 
 def loss_fn(out, mb):
-    """Mean negative log-likelihood of the answer tokens, over the batch of all ranks."""
+    """Mean negative log-likelihood of the response tokens, over the batch of all ranks."""
     return token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}
 
 
 def evaluate_chats(when: str, run, engine, sampler, chats):
-    """Loss of held-out chats and accuracy of greedy answers; returns these answers."""
+    """Loss of held-out chats and accuracy of greedy responses; returns these responses."""
     run.phase("evaluate")
     batch = collate(chats.sequences)
     metrics = runs.global_loss(engine, loss_fn, engine.infer_batch(batch), batch)

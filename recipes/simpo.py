@@ -12,10 +12,11 @@ another row's answer is the rejected one.
 2403.07691) and slic (arXiv 2305.10425). Losses that compare with a reference model are in dpo.py.
 
 How it differs from the papers:
-- The loss has a small term for the likelihood of the chosen answers (`sft_coef`). Without it, both
-  answers of a pair can become less likely. The papers of SimPO and AlphaPO have no such term. ORPO
-  is as in its paper (eq. 6): this term with weight 1, plus 0.1 times the odds-ratio term.
-- SLiC-HF's paper sums that term over the tokens of an answer; here it is the mean, for all losses.
+- The loss has a small term for the likelihood of the chosen responses (`sft_coef`). Without it,
+  both responses of a pair can become less likely. The papers of SimPO and AlphaPO have no such
+  term. ORPO is as in its paper (eq. 6): this term with weight 1, plus 0.1 times the odds-ratio
+  term.
+- SLiC-HF's paper sums that term over the tokens of a response; here it is the mean, for all losses.
 """
 
 from collections.abc import Callable
@@ -44,14 +45,14 @@ LOSSES = {
 
 
 @dataclass
-class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
+class Config(runs.GenerationOptions, runs.GivenResponseOptions):
     # shared options, with the numbers for the tiny model; help texts: rlkit/runs/options.py
     steps: runs.PositiveInt = 200
     prompts_per_step: runs.PositiveInt = 32
     lr: runs.NonNegativeFloat = 5e-4  # tiny model only; others default to 1e-6, or 1e-5 with LoRA
     loss: Literal["simpo", "alphapo", "orpo", "slic"] = "simpo"
     """simpo: mean log-probabilities with a target margin. alphapo: powers of the likelihood in
-    their place. orpo: odds ratio. slic: hinge loss on the log-probabilities of whole answers."""
+    their place. orpo: odds ratio. slic: hinge loss on the log-probabilities of whole responses."""
     beta: float | None = None
     """Scale of the log-probabilities, with --loss simpo (default: 2) or alphapo (2.5)."""
     loss_options: dict[str, float] = field(default_factory=dict)
@@ -59,11 +60,11 @@ class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     loss_coef: runs.NonNegativeFloat | None = None
     """Weight of the preference loss. Default: 1, or 0.1 for orpo (lambda in its paper)."""
     sft_coef: runs.NonNegativeFloat | None = None
-    """Weight of the chosen answers' mean negative log-likelihood. Default: 0.1, or 1 for orpo."""
+    """Weight of the chosen responses' mean negative log-likelihood. Default: 0.1, or 1 for orpo."""
 
 
 def preference_loss(loss: Callable, logprobs, lengths, cfg: Config):
-    """[P], of P pairs; even rows are chosen answers, odd rows rejected ones."""
+    """[P], of P pairs; even rows are chosen responses, odd rows rejected ones."""
     if cfg.loss == "slic":
         return loss(logprobs[0::2], logprobs[1::2])
     return loss(logprobs[0::2], logprobs[1::2], lengths[0::2], lengths[1::2])
@@ -90,7 +91,8 @@ def coefficients(cfg: Config) -> tuple[float, float]:
 
 
 def pair_loss(out, mb, loss: Callable, cfg: Config):
-    """Loss of a micro-batch and its metrics; even rows are chosen answers, odd rows rejected ones.
+    """Loss of a micro-batch and its metrics; even rows are chosen responses, odd rows rejected
+    ones.
 
     The logged log-probabilities are means per token, or with slic sums, in nats.
     """
@@ -108,7 +110,7 @@ def chosen_and_rejected(row):
 
 
 def pair_batch(sequences):
-    """Chosen answers in even rows, rejected ones in odd rows; a pair stays in one micro-batch."""
+    """Chosen responses in even rows, rejected ones in odd rows; a pair stays in one micro-batch."""
     return collate(sequences, micro_batch_group=torch.arange(len(sequences)) // 2)
 
 
@@ -123,12 +125,12 @@ def main(cfg: Config) -> None:
     start = runs.resume(cfg, run, checkpoints=engine)["step"]
 
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
+    encode = runs.response_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
     heldout = encode(enumerate(task.heldout))
     heldout_batch = pair_batch(heldout.sequences)
 
     def evaluate(when: str):
-        """Loss and preference accuracy on the held-out pairs, and accuracy of greedy answers."""
+        """Loss and preference accuracy on the held-out pairs, and accuracy of greedy responses."""
         run.phase("evaluate")
         out = engine.infer_batch(heldout_batch)
         metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)

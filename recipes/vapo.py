@@ -9,18 +9,18 @@
 The seven parts of the paper (https://arxiv.org/abs/2504.05118) and where they are: value
 pre-training (`critic_warmup`), decoupled GAE (two calls of `gae`, the critic's with lambda 1),
 length-adaptive GAE (`length_adaptive_lambda`), the mean over tokens (`token_mean`), clip-higher
-(`clip_high`), the language-modelling loss on right answers (`lm_coef`), and several answers per
-prompt (`group_size`).
+(`clip_high`), the language-modelling loss on correct responses (`lm_coef`), and several responses
+per prompt (`group_size`).
 
 How it differs from the paper:
 - The critic starts from the policy's weights with a value head of zeros; the paper's starts from a
   reward model. `--critic_model` starts it from an exported value model.
 - Advantages are whitened over all tokens of the batch.
-- An answer is right if its reward is above 0.5. There is no KL term.
+- A response is correct if its reward is above 0.5. There is no KL term.
 - By default the learning rate decays linearly after the warm-up, `length_adaptive_alpha` is 10
-  (the paper's is 0.05, for long answers) and `critic_warmup` is 10 steps (50).
+  (the paper's is 0.05, for long responses) and `critic_warmup` is 10 steps (50).
 - Token losses have importance weights for the mismatch of sampler and trainer (`tis_cap`).
-- An answer is left out if its reward function fails or returns None.
+- A response is left out if its reward function fails or returns None.
 - Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
 
@@ -74,16 +74,16 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     gamma: runs.UnitInterval = 1.0
     """Discount factor per token."""
     length_adaptive_alpha: runs.PositiveFloat = 10.0
-    """Lambda of the policy's advantages is 1 - 1 / (alpha l) for an answer of l tokens. Set the
-    paper's 0.05 for long answers; up to 20 tokens it gives a lambda of 0."""
+    """Lambda of the policy's advantages is 1 - 1 / (alpha l) for a response of l tokens. Set the
+    paper's 0.05 for long responses; up to 20 tokens it gives a lambda of 0."""
     critic_lam: runs.UnitInterval = 1.0
     """Lambda of the critic's targets; 1: the rewards alone."""
     lm_coef: runs.NonNegativeFloat = 0.1
-    """Weight of the negative log-likelihood of right answers (mu in the paper)."""
+    """Weight of the negative log-likelihood of correct responses (mu in the paper)."""
 
 
 def right_tokens(batch):
-    """bool [B, T]: the tokens of right answers."""
+    """bool [B, T]: the tokens of correct responses."""
     return batch.mask & (batch.rewards > 0.5)[:, None]
 
 
@@ -171,11 +171,11 @@ def main(cfg: Config) -> None:
     for step in run.steps(start, cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_rewards_failed(answers)
+        responses = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
+        sampler.stop_if_rewards_failed(responses)
 
         run.phase("train")
-        batch = collate(answers.scored)
+        batch = collate(responses.scored)
         rewards, mask = batch.rewards, batch.mask
         batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])  # [B, T]
         values = critic.infer_batch(batch)["values"]  # [B, T], of the prefix before each token
@@ -190,8 +190,8 @@ def main(cfg: Config) -> None:
         if step >= cfg.critic_warmup:
             metrics |= update_policy(batch, cfg, step, engine)
 
-        metrics |= sampler.metrics(answers) | runs.totals(engine, tokens=mask.sum())
-        sampler.report(answers, metrics)
+        metrics |= sampler.metrics(responses) | runs.totals(engine, tokens=mask.sum())
+        sampler.report(responses, metrics)
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
         runs.save(cfg, run, step, checkpoints=engine, critic_checkpoints=critic)
         runs.evaluate_when_due(cfg, run, evaluate, engine)

@@ -132,12 +132,12 @@ ANYWHERE = {"rlkit.losses", "rlkit.advantages", "rlkit.data.packing", "rlkit.vlm
 # names that were given up for the terms of the field, see CHANGELOG.md; no code uses them again
 RETIRED_NAMES = """
 Ahead Canary SameRows Scripted TakesAdapters Written ASIDE ASKED NOT_TRAINED PEAKS QUESTIONS READY
-a_tenth_held_out add_up answer_heldout asked balanced by_difficulty can_see careless_turn changing_rope check_unsampled
-coming copy_with data_group data_rank data_world deal easiest encode_reply encode_rows end_tokens flip_rate fresh_gap
-hand_over hands_over image_only in_thread join_vision kinds_seen live load_marked lost marked_row max_unjudged mine
-model_vision of_each prompt_encoder ranks_with_equal_rows read_model recorded_routing referred request_prompt row_group
-run_closure stateful strangers together told torn unsampled unsampled_ids where_ranks_wait whole_in_turn
-with_routing _go_on _look_round _meet
+a_tenth_held_out add_up response_heldout asked balanced by_difficulty can_see careless_turn changing_rope
+check_unsampled coming copy_with data_group data_rank data_world deal easiest encode_reply encode_rows end_tokens
+flip_rate fresh_gap hand_over hands_over image_only in_thread join_vision kinds_seen live load_marked lost marked_row
+max_unjudged mine model_vision of_each prompt_encoder ranks_with_equal_rows read_model recorded_routing referred
+request_prompt row_group run_closure stateful strangers together told torn unsampled unsampled_ids where_ranks_wait
+whole_in_turn with_routing _go_on _look_round _meet
 """.split()
 # turns of phrase that no page, docstring, comment or message has again
 RETIRED_PHRASES = [

@@ -22,10 +22,10 @@ import rlkit.report
 from rlkit.data import prompt_sample
 from rlkit.data.media import Audio
 from rlkit.engines.distributed import init_distributed
-from rlkit.report import answers as kept
 from rlkit.report import curves, prompt_record, write_page, write_report
+from rlkit.report import responses as kept
 from rlkit.report.harnesses import read_results
-from rlkit.runs import Answers, PolicySampler
+from rlkit.runs import PolicySampler, Responses
 from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES, Run
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=y>'
@@ -59,7 +59,7 @@ class Page(HTMLParser):
             self.inside[self.open][-1] += data
 
 
-def answer(text: str, **facts):
+def response(text: str, **facts):
     prompt = prompt_sample(
         [1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))]
     )
@@ -76,9 +76,9 @@ def check_page(path) -> Page:
     for source in page.inside["script"][1:] + page.inside["style"]:
         assert base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() in page.policy
     for run in page.data["runs"]:
-        for url in run["answers"]["images"].values():
+        for url in run["responses"]["images"].values():
             Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/webp;base64,")))).verify()
-        assert all(seconds_of(url) > 0 for url in run["answers"]["audios"].values())
+        assert all(seconds_of(url) > 0 for url in run["responses"]["audios"].values())
     return page
 
 
@@ -104,7 +104,7 @@ def no_png(monkeypatch):
 
 def test_report_is_one_self_contained_page(tmp_path):
     full_run(tmp_path)
-    samples = [answer("seven", reward=1.0, finish_reason="length"), answer("7", reward=0.0), answer("?")]
+    samples = [response("seven", reward=1.0, finish_reason="length"), response("7", reward=0.0), response("?")]
     samples = [replace(sample, group_id=i) for i, sample in enumerate(samples)]
     path = write_report(tmp_path, samples, title="A & B")
     assert path == tmp_path / "report.html"
@@ -114,12 +114,12 @@ def test_report_is_one_self_contained_page(tmp_path):
     assert run["metrics"]["reward/mean"] == [0.0, 0.2, 0.4, 0.6, 0.8] and run["last"] == 4 and run["steps"] == 5
     assert run["evaluation"] == {"accuracy_before": 0.125, "accuracy_after": 0.875, "heldout": 360}
     assert run["tasks"] == {"a": {"accuracy": 0.5}}
-    shown = run["answers"]["prompts"]
-    assert [record["answers"][0]["reward"] for record in shown] == [1.0, 0.0, None]
+    shown = run["responses"]["prompts"]
+    assert [record["responses"][0]["reward"] for record in shown] == [1.0, 0.0, None]
     assert {(r["kind"], r["step"], r["question"], r["expected"]) for r in shown} == {
         ("held-out", 5, "What is it?", "7")
     }
-    assert shown[0]["answers"][0]["finish_reason"] == "length" and len(run["answers"]["images"]) == 1
+    assert shown[0]["responses"][0]["finish_reason"] == "length" and len(run["responses"]["images"]) == 1
     picture = Image.open(tmp_path / "learning_curve.png")
     assert picture.format == "PNG" and min(picture.size) > 200
     assert sorted(found.name for found in tmp_path.iterdir()) == [
@@ -127,31 +127,31 @@ def test_report_is_one_self_contained_page(tmp_path):
     ]  # fmt: skip
 
 
-def test_held_out_answers_of_the_last_step_are_shown_once(tmp_path, no_png):
+def test_held_out_responses_of_the_last_step_are_shown_once(tmp_path, no_png):
     """A run that --patience ends has evaluated its last step already."""
     full_run(tmp_path)
-    samples = [answer(str(i), reward=0.0, group_id=i) for i in (3, 57, 120)]
+    samples = [response(str(i), reward=0.0, group_id=i) for i in (3, 57, 120)]
     kept.append_records(tmp_path, [prompt_record(tmp_path, [sample], "held-out", 5) for sample in samples[:2]])
     (run,) = check_page(write_report(tmp_path, samples)).data["runs"]
-    assert [record["prompt"] for record in run["answers"]["prompts"]] == ["3", "57", "120"]
+    assert [record["prompt"] for record in run["responses"]["prompts"]] == ["3", "57", "120"]
 
 
 def test_text_cannot_end_the_data(tmp_path, no_png):
     """No text that a model, a data set or an option brings is markup."""
     full_run(tmp_path)
-    sample = replace(answer(EVIL, reward=0.0), row={"question": EVIL, "answer": EVIL})
+    sample = replace(response(EVIL, reward=0.0), row={"question": EVIL, "answer": EVIL})
     page = check_page(write_report(tmp_path, [sample], title=EVIL))
     (run,) = page.data["runs"]
-    (record,) = run["answers"]["prompts"]
-    assert record["question"] == record["expected"] == record["answers"][0]["text"] == EVIL
+    (record,) = run["responses"]["prompts"]
+    assert record["question"] == record["expected"] == record["responses"][0]["text"] == EVIL
     assert page.inside["title"] == [EVIL] and json.loads(run["config"])["note"] == EVIL
 
 
 def test_text_that_looks_like_a_mark_of_the_template(tmp_path, no_png):
     full_run(tmp_path)
-    page = check_page(write_report(tmp_path, [answer("{{ scripts }}", reward=0.0)], title="{{ data }}"))
+    page = check_page(write_report(tmp_path, [response("{{ scripts }}", reward=0.0)], title="{{ data }}"))
     assert page.inside["title"] == ["{{ data }}"]
-    assert page.data["runs"][0]["answers"]["prompts"][0]["answers"][0]["text"] == "{{ scripts }}"
+    assert page.data["runs"][0]["responses"]["prompts"][0]["responses"][0]["text"] == "{{ scripts }}"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_report_of_metrics_that_miss_keys(tmp_path, rows):
     run.drop_metrics_from(0)
     for step, row in enumerate(rows):
         run.log(step, row)
-    check_page(write_report(tmp_path, [answer("x")]))
+    check_page(write_report(tmp_path, [response("x")]))
 
 
 def test_report_before_the_last_evaluation(tmp_path, no_png):
@@ -308,7 +308,7 @@ def test_every_metric_is_in_one_group():
         "Reward": ["reward/mean", "reward/std", "reward_part/form"],
         "Optimisation": ["loss", "kl"],
         "Sampler against trainer": ["mismatch/abs_dlogp"],
-        "Answers": ["tokens"],
+        "Responses": ["tokens"],
         "Time": ["time/train"],
         "Memory": ["memory/x"],
         "Other": ["other"],
@@ -331,7 +331,7 @@ def test_smooth():
     assert curves.smooth([0.0, 1.0], 0.9) == pytest.approx([0.0, 0.1 / 0.19])
 
 
-# --- kept answers
+# --- kept responses
 
 
 def read_records(path):
@@ -339,55 +339,55 @@ def read_records(path):
     return index.read(index.update())
 
 
-def some_answers():
-    """Three prompts with two answers each; the second answer to the last one could not be scored."""
+def some_responses():
+    """Three prompts with two responses each; the second response to the last one could not be scored."""
     image = Image.new("RGB", (1200, 600), "blue")
     samples, rewards = [], [0.0, 1.0, 0.25, 0.5, 1.0, float("nan")]
     for i in range(6):
         row = {"question": f"prompt {i // 2}", "answer": "x"}
         prompt = prompt_sample([1, 2], row=row, images=[image], group_id=10 + i // 2)
-        samples.append(replace(prompt, text=f"answer {i}", mask=[False, True], finish_reason="stop"))
-    return Answers(samples, torch.tensor(rewards), {"form": torch.arange(6.0)})
+        samples.append(replace(prompt, text=f"response {i}", mask=[False, True], finish_reason="stop"))
+    return Responses(samples, torch.tensor(rewards), {"form": torch.arange(6.0)})
 
 
-def test_a_step_keeps_all_answers_to_its_first_prompts(tmp_path):
+def test_a_step_keeps_all_responses_to_its_first_prompts(tmp_path):
     init_distributed()
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=2, log_prompts=2)
     engine = SimpleNamespace(global_sum=lambda x: x, data_parallel_group=None)
     run = Run(tmp_path, {})
     rollout = SimpleNamespace(generate=None)
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
-    answers = some_answers()
-    metrics = sampler.metrics(answers)
-    sampler.report(answers, metrics)
+    responses = some_responses()
+    metrics = sampler.metrics(responses)
+    sampler.report(responses, metrics)
     run.log(5, metrics)
     first, second = read_records(tmp_path / SAMPLES)
     (name,) = first["images"]
-    answers = first.pop("answers")
+    responses = first.pop("responses")
     place = {"step": 5, "kind": "training", "prompt": "10"}
     assert first == {**place, "question": "prompt 0", "expected": "x", "images": [name], "audios": []}
-    assert [(one["text"], one["reward"], one["parts"]) for one in answers] == [
-        ("answer 0", 0.0, {"form": 0.0}),
-        ("answer 1", 1.0, {"form": 1.0}),
+    assert [(one["text"], one["reward"], one["parts"]) for one in responses] == [
+        ("response 0", 0.0, {"form": 0.0}),
+        ("response 1", 1.0, {"form": 1.0}),
     ]
-    assert all(one["finish_reason"] == "stop" and one["tokens"] == 1 for one in answers)
-    assert second["images"] == [name] and [one["reward"] for one in second["answers"]] == [0.25, 0.5]
+    assert all(one["finish_reason"] == "stop" and one["tokens"] == 1 for one in responses)
+    assert second["images"] == [name] and [one["reward"] for one in second["responses"]] == [0.25, 0.5]
     assert Image.open(tmp_path / name).size == (512, 256) and re.fullmatch(r"images/[0-9a-f]{16}\.webp", name)
 
 
 def test_what_could_not_be_scored_has_no_reward(tmp_path):
-    samples = some_answers().generated[4:]
+    samples = some_responses().generated[4:]
     record = prompt_record(
         tmp_path, [replace(s, reward=r) for s, r in zip(samples, (1.0, float("nan")), strict=True)], "", 0
     )
-    assert [one["reward"] for one in record["answers"]] == [1.0, None]
+    assert [one["reward"] for one in record["responses"]] == [1.0, None]
 
 
-def test_a_file_is_indexed_without_its_answers(tmp_path, monkeypatch):
-    """The first page of a resumed run indexes a whole samples.jsonl, most of which are answers."""
-    record = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
-    answers = [{**record["answers"][0], "text": 'x", "answers": [' * 1000}]
-    records = [{**record, "step": step, "question": '"a", "answers": [', "answers": answers} for step in range(3)]
+def test_a_file_is_indexed_without_its_responses(tmp_path, monkeypatch):
+    """The first page of a resumed run indexes a whole samples.jsonl, most of which are responses."""
+    record = prompt_record(tmp_path, some_responses().generated[:2], "training", 0)
+    responses = [{**record["responses"][0], "text": 'x", "responses": [' * 1000}]
+    records = [{**record, "step": step, "question": '"a", "responses": [', "responses": responses} for step in range(3)]
     kept.append_records(tmp_path, records)
     kept.append_records(tmp_path, [dict(reversed({**record, "step": 3}.items()))])  # of another program
     with (tmp_path / SAMPLES).open("a") as file:
@@ -398,38 +398,38 @@ def test_a_file_is_indexed_without_its_answers(tmp_path, monkeypatch):
     lines = index.update()
     assert [line.step for line in lines] == [0, 1, 2, 3, 4] and max(parsed) < 1000 < lines[0].size
     found = index.read(lines)
-    assert [one["question"] for one in found[:3]] == ['"a", "answers": ['] * 3
-    assert [one["answers"] for one in found] == [answers] * 3 + [record["answers"]] * 2
+    assert [one["question"] for one in found[:3]] == ['"a", "responses": ['] * 3
+    assert [one["responses"] for one in found] == [responses] * 3 + [record["responses"]] * 2
 
 
-def test_a_page_with_too_many_answers_shows_evenly_spaced_steps(tmp_path, monkeypatch):
-    samples = some_answers().generated[:2]
+def test_a_page_with_too_many_responses_shows_evenly_spaced_steps(tmp_path, monkeypatch):
+    samples = some_responses().generated[:2]
     record = prompt_record(tmp_path, samples, "training", 0)
     kept.append_records(tmp_path, [{**record, "step": step} for step in range(20)])
     image = (tmp_path / record["images"][0]).stat().st_size
     monkeypatch.setattr(kept, "MOST_BYTES", 5 * len(json.dumps(record)) + 4 * image // 3)
-    found = kept.answers_for_page(tmp_path)
+    found = kept.responses_for_page(tmp_path)
     assert [r["step"] for r in found["prompts"]] in (list(range(19 % n, 20, n)) for n in (4, 5))
     assert found["kept"] == 20 and len(found["images"]) == 1
 
 
 def test_a_page_shows_some_prompts_of_a_step_that_is_too_large(tmp_path, monkeypatch):
-    record = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
+    record = prompt_record(tmp_path, some_responses().generated[:2], "training", 0)
     large = [{**record, "step": 0, "prompt": i, "images": []} for i in range(12)]
     kept.append_records(tmp_path, [*large, {**record, "step": 1, "prompt": 0, "images": []}])
     monkeypatch.setattr(kept, "MOST_BYTES", 13 * len(json.dumps(record)))
-    assert len(kept.answers_for_page(tmp_path)["prompts"]) == 13
+    assert len(kept.responses_for_page(tmp_path)["prompts"]) == 13
     monkeypatch.setattr(kept, "MOST_BYTES", 4 * len(json.dumps(record)))
     monkeypatch.setattr(kept, "_index", kept.RecordIndex)
     kept.append_records(tmp_path, [{**one, "step": 2} for one in large])
-    found = kept.answers_for_page(tmp_path)
+    found = kept.responses_for_page(tmp_path)
     assert [(one["step"], one["prompt"]) for one in found["prompts"]] == [(2, str(i)) for i in range(0, 12, 3)]
     assert found["kept"] == 25
 
 
 def test_another_file_with_the_same_end_is_read_anew(tmp_path):
     """Also one written over the old file, and one that begins like it."""
-    record = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
+    record = prompt_record(tmp_path, some_responses().generated[:2], "training", 0)
     path, index = tmp_path / SAMPLES, kept.RecordIndex(tmp_path / SAMPLES)
 
     def write(*steps):
@@ -447,8 +447,8 @@ def test_another_file_with_the_same_end_is_read_anew(tmp_path):
     assert steps() == [5, 7, 2]
 
 
-def test_a_page_reads_only_new_answers_and_those_it_shows(tmp_path, monkeypatch):
-    record = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
+def test_a_page_reads_only_new_responses_and_those_it_shows(tmp_path, monkeypatch):
+    record = prompt_record(tmp_path, some_responses().generated[:2], "training", 0)
     monkeypatch.setattr(kept, "MOST_BYTES", 5 * len(json.dumps(record)))
     parsed = []
     parse = kept._parse_record
@@ -456,7 +456,7 @@ def test_a_page_reads_only_new_answers_and_those_it_shows(tmp_path, monkeypatch)
 
     def shown():
         parsed.clear()
-        return [one["step"] for one in kept.answers_for_page(tmp_path)["prompts"]]
+        return [one["step"] for one in kept.responses_for_page(tmp_path)["prompts"]]
 
     kept.append_records(tmp_path, [{**record, "step": step} for step in range(100)])
     first = shown()
@@ -485,10 +485,13 @@ def heard(out, step, *seconds):
 def test_audios_are_on_the_page_and_long_ones_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "SAVED_SECONDS", 2.0)
     kept.append_records(tmp_path, [heard(tmp_path, 0, 0.5, 3.25), heard(tmp_path, 1, 0.5)])
-    answers = check_page(write_page(tmp_path / "report.html", [tmp_path])).data["runs"][0]["answers"]
-    (short, long), (again,) = (record["audios"] for record in answers["prompts"])
-    assert short == again and (short["seconds"], long["seconds"], answers["audio_seconds"]) == (0.5, 3.25, 2.0)
-    assert {name: seconds_of(url) for name, url in answers["audios"].items()} == {short["file"]: 0.5, long["file"]: 2.0}
+    responses = check_page(write_page(tmp_path / "report.html", [tmp_path])).data["runs"][0]["responses"]
+    (short, long), (again,) = (record["audios"] for record in responses["prompts"])
+    assert short == again and (short["seconds"], long["seconds"], responses["audio_seconds"]) == (0.5, 3.25, 2.0)
+    assert {name: seconds_of(url) for name, url in responses["audios"].items()} == {
+        short["file"]: 0.5,
+        long["file"]: 2.0,
+    }
     with wave.open(str(tmp_path / short["file"])) as file:
         found = np.frombuffer(file.readframes(4000), "<i2") / 32767
     np.testing.assert_allclose(found, 0.5 * np.sin(np.arange(4000) / 4), atol=2e-5)
@@ -499,35 +502,35 @@ def test_a_page_with_too_much_sound_has_that_of_the_newest_steps(tmp_path, monke
     files = [record["audios"][0]["file"] for record in read_records(tmp_path / SAMPLES)]
     sizes = [4 * (tmp_path / name).stat().st_size // 3 for name in files]
     monkeypatch.setattr(kept, "MOST_BYTES_OF_AUDIOS", sum(sizes[2:]) + 1)
-    found = kept.answers_for_page(tmp_path)
+    found = kept.responses_for_page(tmp_path)
     assert sorted(found["audios"]) == sorted(files[2:]) and len(found["prompts"]) == 4
 
 
 @pytest.mark.parametrize(
     "line",
-    ["1", "[]", "null", '{"step": 0}', '{"step": "x", "kind": "training", "prompt": 0, "answers": []}', "{" * 100_000,
-     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": 3, "answers": []}',
-     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": [], "answers": [3]}',
-     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": "", "images": [], "answers": [], '
+    ["1", "[]", "null", '{"step": 0}', '{"step": "x", "kind": "training", "prompt": 0, "responses": []}', "{" * 100_000,
+     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": 3, "responses": []}',
+     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": [], "responses": [3]}',
+     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": "", "images": [], "responses": [], '
      '"audios": [{"file": "a.wav"}]}',
-     '{"step": 1e999, "kind": "training", "prompt": 0, "question": 1, "expected": "", "images": [], "answers": []}'],
+     '{"step": 1e999, "kind": "training", "prompt": 0, "question": 1, "expected": "", "images": [], "responses": []}'],
 )  # fmt: skip
 def test_damaged_lines_are_left_out(tmp_path, line):
-    good = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
+    good = prompt_record(tmp_path, some_responses().generated[:2], "training", 0)
     (tmp_path / SAMPLES).write_text(f"{line}\n{json.dumps(good)}\n{line[:5]}")
-    assert len(kept.answers_for_page(tmp_path)["prompts"]) == 1
+    assert len(kept.responses_for_page(tmp_path)["prompts"]) == 1
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", pytest.param("9" * 400, id="400 digits")])
 def test_numbers_that_are_not_finite_are_left_out(tmp_path, number):
     """JSON may contain numbers that are infinite in Python and in a browser."""
     one = f'{{"text": "x", "reward": {number}, "parts": {{"right": {number}}}, "tokens": {number}}}'
-    line = f'{{"step": 0, "kind": "training", "prompt": 0, "question": "", "expected": "", "answers": [{one}], '
+    line = f'{{"step": 0, "kind": "training", "prompt": 0, "question": "", "expected": "", "responses": [{one}], '
     (tmp_path / SAMPLES).write_text(f'{line}"images": [], "audios": [{{"file": "a.wav", "seconds": {number}}}]}}')
     data = check_page(write_page(tmp_path / "report.html", [tmp_path])).data["runs"][0]
-    (record,) = data["answers"]["prompts"]
+    (record,) = data["responses"]["prompts"]
     assert record["audios"] == [{"file": "a.wav", "seconds": None}]
-    assert record["answers"] == [{"text": "x", "reward": None, "parts": {"right": None}, "tokens": None}]
+    assert record["responses"] == [{"text": "x", "reward": None, "parts": {"right": None}, "tokens": None}]
 
 
 @pytest.mark.parametrize("name", [pytest.param("a" * 300, id="long"), "a\0b", "\ud800"])
@@ -535,14 +538,14 @@ def test_names_that_no_file_can_have_are_left_out(tmp_path, name):
     for folder in ("images", "audios"):
         (tmp_path / folder).mkdir()
     files = {"images": [f"images/{name}"], "audios": [{"file": f"audios/{name}", "seconds": 1.0}]}
-    texts = {"question": "", "expected": "", "answers": []}
+    texts = {"question": "", "expected": "", "responses": []}
     (tmp_path / SAMPLES).write_text(json.dumps({"step": 0, "kind": "training", "prompt": 0, **texts, **files}))
-    found = kept.answers_for_page(tmp_path)
+    found = kept.responses_for_page(tmp_path)
     assert len(found["prompts"]) == 1 and found["images"] == found["audios"] == {}
 
 
 def test_a_full_disk_leaves_no_cut_files(tmp_path):
-    """A later answer with the same image or audio would take the cut file for a saved one."""
+    """A later response with the same image or audio would take the cut file for a saved one."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype="uint8"))
     tone = Audio(np.sin(np.arange(8000) / 4).astype("float32"), 8000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -573,7 +576,7 @@ def test_only_images_and_audios_of_the_run_are_read(tmp_path):
     for name in ("../secret.wav", "audios/../../secret.wav", str(tmp_path / "secret.wav")):
         record = {**heard(run, 0, 0.1), "audios": [{"file": name, "seconds": 1.0}]}
         (run / SAMPLES).write_text(json.dumps(record))
-        found = kept.answers_for_page(run)
+        found = kept.responses_for_page(run)
         assert found["prompts"][0]["audios"][0]["file"] == name and found["audios"] == {}
 
 

@@ -81,7 +81,7 @@ def test_the_programs_of_the_page(folder, capsys):
 
 
 def test_the_judge_of_the_page(folder, monkeypatch):
-    """A server on the loopback gives 7 of 10 points to an answer, and then forgets the score."""
+    """A server on the loopback gives 7 of 10 points to a response, and then forgets the score."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "rewards")
     from test_judge import Server
 
@@ -93,7 +93,7 @@ def test_the_judge_of_the_page(folder, monkeypatch):
         grade = reward_named("my_judge.py:grade")
         row = {"question": "What is 2 + 2?", "answer": "4"}
         assert grade("It is 4.", row) == grade("It is 4.", row) == 0.7 and len(server.seen) == 1
-        assert "Right answer: 4\nAnswer to grade: It is 4.\n" in server.seen[0]["messages"][0]["content"]
+        assert "Right answer: 4\nResponse to grade: It is 4.\n" in server.seen[0]["messages"][0]["content"]
         assert grade("It is 5.", row) is None
 
 
@@ -114,10 +114,10 @@ def test_the_task_of_the_page(folder):
     assert len(own.replace("\n\n\n", "\n").strip().splitlines()) <= 32
     (folder / "my_tasks.py").write_text(own)
     roman = load_task("my_tasks.py:roman")
-    answers = {row["question"]: row["answer"] for row in [*roman.train, *roman.heldout]}
-    assert len(answers) == 999 and (len(roman.train), len(roman.heldout)) == (799, 200)
+    responses = {row["question"]: row["answer"] for row in [*roman.train, *roman.heldout]}
+    assert len(responses) == 999 and (len(roman.train), len(roman.heldout)) == (799, 200)
     known = {"CMXCIX": "999", "XIV": "14", "CDXLIV": "444", "DCCCLXXXVIII": "888"}
-    assert all(answers[f"What number is {written}?"] == number for written, number in known.items())
+    assert all(responses[f"What number is {written}?"] == number for written, number in known.items())
     assert [roman.reward(text, roman.train[0]) for text in (roman.train[0]["answer"], "0")] == [1, 0]
 
 

@@ -269,38 +269,38 @@ def test_trackers_get_evaluations_at_their_finished_steps(tmp_path, listed):
                           (0, {"eval/best_step": 0})]  # fmt: skip
 
 
-def test_trackers_get_the_kept_answers(tmp_path, listed):
+def test_trackers_get_the_kept_responses(tmp_path, listed):
     """As a table where accelerate has `log_table`; TensorBoard gets text, which is no HTML, and images."""
     from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = Run(tmp_path, {}, trackers=("listed", "tensorboard"))
     Image.new("RGB", (20, 10), (255, 0, 0)).save(tmp_path / "red.png")
-    answers = [{"text": "7 | <b>\nseven", "reward": 1.0}, {"text": "8", "reward": None}]
-    record = {"kind": "training", "prompt": 0, "question": "?", "expected": "7", "answers": answers}
-    run.keep_answers([{**record, "images": []}, {**record, "images": ["red.png"], "answers": []}])
+    responses = [{"text": "7 | <b>\nseven", "reward": 1.0}, {"text": "8", "reward": None}]
+    record = {"kind": "training", "prompt": 0, "question": "?", "expected": "7", "responses": responses}
+    run.keep_responses([{**record, "images": []}, {**record, "images": ["red.png"], "responses": []}])
     run.log(4, {"loss": 1.0})
     run.log(5, {"loss": 1.0})
-    columns = ["step", "question", "expected", "answer", "reward"]
-    table = (4, "answers", columns, [[4, "?", "7", "7 | <b>\nseven", 1.0], [4, "?", "7", "8", None]])
+    columns = ["step", "question", "expected", "response", "reward"]
+    table = (4, "responses", columns, [[4, "?", "7", "7 | <b>\nseven", 1.0], [4, "?", "7", "8", None]])
     assert listed[2:] == [table, (4, {"loss": 1.0}), (5, {"loss": 1.0})]
     run.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
-    [image], [text] = board.Images("prompt 2"), board.Tensors("answers/text_summary")
+    [image], [text] = board.Images("prompt 2"), board.Tensors("responses/text_summary")
     assert (image.step, image.width, image.height) == (4, 20, 10) and text.step == 4
     assert b"\n| 4 | ? | 7 | 7 &#124; &lt;b> seven | 1.0 |\n" in text.tensor_proto.string_val[0]
 
 
-def test_a_tracker_that_cannot_take_answers_is_named_once(tmp_path, listed, capsys):
+def test_a_tracker_that_cannot_take_responses_is_named_once(tmp_path, listed, capsys):
     run = Run(tmp_path, {}, trackers=("listed", "tensorboard"))
     record = {"kind": "training", "question": "?", "expected": "7", "images": ["missing.png"]}
     for step in range(2):
-        run.keep_answers([{**record, "answers": [{"text": "7", "reward": 1.0}]}])
+        run.keep_responses([{**record, "responses": [{"text": "7", "reward": 1.0}]}])
         run.log(step, {"loss": 1.0})
     run.close()
     shown = capsys.readouterr().out
-    assert shown.count("tracker tensorboard: answers could not be logged: FileNotFoundError") == 1
+    assert shown.count("tracker tensorboard: responses could not be logged: FileNotFoundError") == 1
     assert [step for step, *_ in listed[2:-1]] == [0, 0, 1, 1] and len(read_metrics(tmp_path / SAMPLES)) == 2
 
 
@@ -371,12 +371,12 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     assert "page of the run: could not be written: ZeroDivisionError" in capsys.readouterr().out
 
 
-def test_kept_answers_are_those_of_logged_steps(tmp_path):
-    """A resumed run writes again what comes after its checkpoint; held-out answers of the checkpoint itself stay."""
+def test_kept_responses_are_those_of_logged_steps(tmp_path):
+    """A resumed run writes again what comes after its checkpoint; held-out responses of the checkpoint itself stay."""
     run, path = Run(tmp_path, {}), tmp_path / SAMPLES
     for step in range(4):
         append_records(tmp_path, [{"step": step, "kind": "held-out"}])
-        run.keep_answers([{"step": 0, "kind": "training", "prompt": 7, "answers": []}])
+        run.keep_responses([{"step": 0, "kind": "training", "prompt": 7, "responses": []}])
         run.log(step, {})
     expected = [(0, "held-out"), (0, "training"), (1, "held-out"), (1, "training"), (2, "held-out")]
     whole = path.read_bytes()
@@ -387,7 +387,7 @@ def test_kept_answers_are_those_of_logged_steps(tmp_path):
         assert [(row["step"], row["kind"]) for row in read_metrics(path)] == expected
         assert path.read_bytes() == whole[:after]
     run.drop_metrics_from(0)
-    assert path.read_bytes() == whole[: whole.index(b"\n") + 1]  # held-out answers before training
+    assert path.read_bytes() == whole[: whole.index(b"\n") + 1]  # held-out responses before training
     path.write_bytes(b'cut short, "kind": "training"}')
     run.drop_metrics_from(0)
     run.drop_metrics_from(0)

@@ -1,4 +1,4 @@
-"""Advantages of samples against a baseline: the others of the group, a greedy answer, the pass rate."""
+"""Advantages of samples against a baseline: the others of the group, a greedy response, the pass rate."""
 
 from typing import NamedTuple
 
@@ -40,12 +40,12 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    r"""Reward minus the reward of the greedy answer to the same prompt: $A_i = r_i - r_i^{\mathrm{greedy}}$.
+    r"""Reward minus the reward of the greedy response to the same prompt: $A_i = r_i - r_i^{\mathrm{greedy}}$.
 
     ReMax, https://arxiv.org/abs/2310.10505.
 
     Args:
-        greedy_rewards: [B], the reward of the greedy answer to the sample's prompt; nan gives advantage 0.
+        greedy_rewards: [B], the reward of the greedy response to the sample's prompt; nan gives advantage 0.
 
     Returns:
         [B], float32 (float64 if either argument is).
@@ -70,7 +70,7 @@ def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: flo
     $$A_i = r_i - b_{role(i)}, \quad b_{role(i)} \leftarrow \alpha\, b_{role(i)} + (1 - \alpha)\, r_i$$
 
     Role-conditioned advantage estimation, SPIRAL, https://arxiv.org/abs/2506.24119, for a policy that plays a game
-    against itself: the expected rewards of the roles differ, and there is no group of answers to one prompt.
+    against itself: the expected rewards of the roles differ, and there is no group of responses to one prompt.
 
     Args:
         roles: integer [B], in [0, R): the role of each sample; with several games, one id per game and role.
@@ -97,7 +97,7 @@ def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: flo
 
 
 def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Tensor:
-    r"""The value of a prompt for the optimal policy under a KL penalty, estimated from answers of the reference.
+    r"""The value of a prompt for the optimal policy under a KL penalty, estimated from responses of the reference.
 
     $$V^* = \beta \log \frac{1}{G} \sum_j e^{r_j / \beta}$$
 
@@ -105,7 +105,7 @@ def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Ten
     rewards (large beta) and their maximum (small beta).
 
     Args:
-        rewards: [B], of answers that the reference wrote.
+        rewards: [B], of responses that the reference wrote.
         beta: > 0; the default is the authors'.
 
     Returns:
@@ -197,7 +197,7 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: float = 0.5, eps: float = 1e-6) -> Tensor:
-    r"""Advantage of a sample for the reward "one of k answers passes", averaged over all k-subsets of its group.
+    r"""Advantage of a sample for the reward "one of k responses passes", averaged over all k-subsets of its group.
 
     With c of the N samples of a group passing, and $f = \binom{N - c}{k} / \binom{N}{k}$ the chance that k of them all
     fail,

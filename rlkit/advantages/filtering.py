@@ -22,8 +22,8 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     DAPO, https://arxiv.org/abs/2503.14476 equation 11.
 
-    Choices: DAPO requires that some but not all answers are correct, which is the same for rewards 0 and 1. verl keeps
-    groups of one; rlkit does not, because their advantage is 0.
+    Choices: DAPO requires that some but not all responses are correct, which is the same for rewards 0 and 1. verl
+    keeps groups of one; rlkit does not, because their advantage is 0.
 
     Returns:
         bool [B], equal for all samples of a group, scored or not; False for a group with fewer than two

@@ -66,7 +66,7 @@ def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     r"""Reward minus the mean reward of the group, without scaling: $A_i = r_i - \mathrm{mean}(r)$.
 
     Dr. GRPO, https://arxiv.org/abs/2503.20783 sections 3.1 and 3.2: the division by the standard deviation gives more
-    weight to groups in which nearly all answers are right, or wrong.
+    weight to groups in which nearly all responses are right, or wrong.
 
     Returns:
         [B]; 0 for a group of one.

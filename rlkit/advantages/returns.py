@@ -98,7 +98,7 @@ def n_step_returns(
         values: [B, T]: `values[b, t]` is that of the prefix before token t.
         n: > 0.
         gamma: discount of one token of the mask, in [0, 1]; a number, or [B, T] with one for each token.
-        bootstrap: [B], the value past the last token, for answers that were cut off; None for 0.
+        bootstrap: [B], the value past the last token, for responses that were cut off; None for 0.
 
     Returns:
         [B, T]; 0 outside the mask.
@@ -240,12 +240,12 @@ def length_adaptive_lambda(mask: Tensor, alpha: float = 0.05) -> Tensor:
     r"""A lambda for each row, closer to 1 for longer rows: $\lambda = 1 - 1 / (\alpha l)$, and 0 below $1 / \alpha$.
 
     VAPO, https://arxiv.org/abs/2504.05118 section 4.2: the weights of `gae`, $1 / (1 - \lambda)$ in sum, then reach
-    over a fixed share of the answer. For answers shorter than $1 / \alpha$ tokens the formula is negative, which the
-    paper does not discuss; here it is 0.
+    over a fixed share of the response. For responses shorter than $1 / \alpha$ tokens the formula is negative, which
+    the paper does not discuss; here it is 0.
 
     Args:
         mask: bool [B, T]; its count is the length l.
-        alpha: > 0; the paper's 0.05 covers a twentieth of the answer.
+        alpha: > 0; the paper's 0.05 covers a twentieth of the response.
 
     Returns:
         [B], float32, in [0, 1); 0 for a row with no token.

@@ -1,4 +1,4 @@
-"""Changes of rewards before advantages are computed: KL in the reward, overlong answers, adaptive coefficients, and
+"""Changes of rewards before advantages are computed: KL in the reward, overlong responses, adaptive coefficients, and
 scaling by the statistics of all rewards so far."""
 
 from dataclasses import dataclass
@@ -39,16 +39,16 @@ def kl_in_reward(rewards: Tensor, kl: Tensor, mask: Tensor, kl_coef: float | Ten
 
 
 def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty: float = 1.0) -> Tensor:
-    r"""Penalty for long answers: 0, then linearly down to -penalty over the last `buffer` tokens before `max_length`.
+    r"""Penalty for long responses: 0, then linearly down to -penalty over the last `buffer` tokens before `max_length`.
 
     $$-p \cdot \mathrm{clip}\Big(\frac{l - (L_{max} - L_{buffer})}{L_{buffer}}, 0, 1\Big)$$
 
     DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476 eq. 13. Beyond `max_length` the penalty stays
-    constant, as in the paper; in verl it continues to grow. With a buffer of 0 every answer longer than `max_length`
+    constant, as in the paper; in verl it continues to grow. With a buffer of 0 every response longer than `max_length`
     gets -penalty.
 
     Args:
-        lengths: [B], tokens of each answer, such as `mask.sum(1)`; integers or floats.
+        lengths: [B], tokens of each response, such as `mask.sum(1)`; integers or floats.
         max_length: the length at which the whole penalty is reached; > 0.
         buffer: tokens over which it grows, in [0, max_length].
         penalty: >= 0.

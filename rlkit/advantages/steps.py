@@ -1,6 +1,6 @@
 r"""Advantages of the steps of an agent's episodes, relative to other steps from the same state.
 
-There are B episodes of up to S steps each. A step is one answer in one state of the environment. It has a reward and
+There are B episodes of up to S steps each. A step is one response in one state of the environment. It has a reward and
 the id of that state; equal states have equal ids. Several episodes start from one prompt (`group_ids`). Only steps of
 the same prompt are compared.
 

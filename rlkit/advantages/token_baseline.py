@@ -1,4 +1,4 @@
-"""A baseline for each token, weighted by the squared score norms of the group's answers up to that token."""
+"""A baseline for each token, weighted by the squared score norms of the group's responses up to that token."""
 
 import torch
 from torch import Tensor

@@ -116,8 +116,8 @@ def gdpo_advantages(
     \frac{r_{ik} - \mathrm{mean}_{\mathrm{group}}(r_k)}{\mathrm{std}_{\mathrm{group}}(r_k) + \epsilon}, \quad
     A_i = \frac{a_i - \mathrm{mean}(a)}{\sqrt{\mathrm{var}(a) + 10^{-8}}}$$
 
-    GDPO, https://arxiv.org/abs/2601.05242: if the sum of rewards is normalised instead, answers with different rewards
-    can get the same advantage.
+    GDPO, https://arxiv.org/abs/2601.05242: if the sum of rewards is normalised instead, responses with different
+    rewards can get the same advantage.
 
     Choices: each reward as in `grpo_advantages`. In the batch statistics each sample has the same weight, as in the
     authors' TRL code; with `lengths` each token has, as in verl and the authors' verl code. A reward that was not
@@ -155,7 +155,7 @@ def lite_ppo_advantages(
     $$A_i = \frac{r_i - \mathrm{mean}_{\mathrm{group}}(r)}{\mathrm{std}_{\mathrm{batch}}(r) + \epsilon}$$
 
     Lite PPO, https://arxiv.org/abs/2508.08221 ("Tricks or Traps?"), together with `token_mean`. The standard deviation
-    of a group in which nearly all answers are right, or wrong, is small and would scale up its advantages. TRL's
+    of a group in which nearly all responses are right, or wrong, is small and would scale up its advantages. TRL's
     scale_rewards "batch".
 
     Choices: the deviation is that of the rewards themselves, around the batch's mean, with divisor n - 1, as in the

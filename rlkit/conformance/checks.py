@@ -141,7 +141,7 @@ def entropy_of_impossible_tokens(trainer: Any) -> None:
 
 
 class Rows(NamedTuple):
-    """Eight answers of different lengths. One has tool output between its tokens. Some ratios are clipped."""
+    """Eight responses of different lengths. One has tool output between its tokens. Some ratios are clipped."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -180,9 +180,9 @@ def _reductions(mask: Tensor) -> dict[str, Tensor]:
     with_tokens = mask.any(1).sum()
     return {
         "the mean over all tokens": mask / mask.sum(),
-        "the mean over answers of the mean over their tokens": mask / tokens / with_tokens,
-        "the mean over answers of the sum over their tokens": mask / with_tokens,
-        "the sum over tokens by answers times the padded width": mask / (len(mask) * mask.shape[1]),
+        "the mean over responses of the mean over their tokens": mask / tokens / with_tokens,
+        "the mean over responses of the sum over their tokens": mask / with_tokens,
+        "the sum over tokens by responses times the padded width": mask / (len(mask) * mask.shape[1]),
     }
 
 
@@ -243,8 +243,8 @@ def denominator(trainer: Any) -> str | None:
     if name == "the mean over all tokens":
         return None
     if "padded width" in name:
-        raise Bug("the divisor is the padded width, so that a longer answer in the batch makes every step smaller")
-    return f"{name}: a token of a long answer has less weight"
+        raise Bug("the divisor is the padded width, so that a longer response in the batch makes every step smaller")
+    return f"{name}: a token of a long response has less weight"
 
 
 @check("policy_loss", "Can nan and inf under the mask neither change the loss nor reach the gradient?")
@@ -297,7 +297,7 @@ def _require_same_split(gradient_of_parts: Tensor, whole: Tensor, what: str, cou
     )
 
 
-@check("policy_loss", "Is an answer without a token in the mask left out?")
+@check("policy_loss", "Is a response without a token in the mask left out?")
 def empty_row(trainer: Any) -> str | None:
     rows = _within_the_clip(_rows())
     mask = rows.mask.clone()
@@ -309,9 +309,9 @@ def empty_row(trainer: Any) -> str | None:
     wanted = {name: _reference(rows, weights)[1] for name, weights in _reductions(rows.mask).items()}
     if any(close(gradient, x) for x in wanted.values()):
         return None
-    counted = {name: x * rows.mask.any(1).sum() / len(rows.mask) for name, x in wanted.items() if "answers" in name}
-    require(any(close(gradient, x) for x in counted.values()), "it changes the weights of other answers")
-    return "it counts as an answer with a loss of 0, so that the others have less weight"
+    counted = {name: x * rows.mask.any(1).sum() / len(rows.mask) for name, x in wanted.items() if "responses" in name}
+    require(any(close(gradient, x) for x in counted.values()), "it changes the weights of other responses")
+    return "it counts as a response with a loss of 0, so that the others have less weight"
 
 
 # --- the KL term
@@ -377,7 +377,7 @@ def ragged_groups(trainer: Any) -> None:
         require(close(found[ids == i], alone), "a group's advantages depend on the size of another")
 
 
-@check("group_advantages", "What is the advantage of an answer that is alone in its group?")
+@check("group_advantages", "What is the advantage of a response that is alone in its group?")
 def singleton_group(trainer: Any) -> str | None:
     found = trainer.group_advantages(torch.tensor([1.0, 0.0, 0.75]), torch.tensor([0, 0, 1]))
     require(bool(found.isfinite().all()), "nan: the standard deviation of one number")
@@ -406,7 +406,7 @@ def unscored_reward(trainer: Any) -> str | None:
     wanted = trainer.group_advantages(REWARDS.clone(), PAIRS.clone())
     require(close(found[4:], wanted[4:]), "one reward of nan spoils the advantages of other prompts")
     if bool(found[:4].isnan().any()):
-        return "all answers to its prompt have nan, which has to be masked before the loss"
+        return "all responses to its prompt have nan, which has to be masked before the loss"
     return None if found[1] == 0 else "it enters its group's statistics as a number, such as 0"
 
 
@@ -419,7 +419,7 @@ def _gae(trainer: Any, rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, trainer.gae(rewards, values, mask, 0.9, 0.8), 0.0)
 
 
-@check("gae", "Is GAE right on answers without gaps, with a value of 0 after the last token?")
+@check("gae", "Is GAE right on responses without gaps, with a value of 0 after the last token?")
 def generalised_advantages(trainer: Any) -> None:
     mask = torch.ones(4, 8, dtype=torch.bool)
     values, rewards = random(4, 8, seed=6), 0.3 * random(4, 8, seed=7)
@@ -428,7 +428,7 @@ def generalised_advantages(trainer: Any) -> None:
     require(right, "it is not the sum of discounted temporal differences, whitened or not")
 
 
-@check("gae", "Does GAE end at the last token of a shorter answer?")
+@check("gae", "Does GAE end at the last token of a shorter response?")
 def gae_ends_at_the_last_token(trainer: Any) -> None:
     mask = torch.arange(8) < torch.tensor([8, 5, 3, 6])[:, None]
     values, rewards = random(4, 8, seed=6), torch.where(mask, 0.3 * random(4, 8, seed=7), 0.0)

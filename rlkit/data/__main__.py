@@ -27,7 +27,7 @@ KINDS = {"task": load_task, "chats": load_chats, "pairs": load_pairs, "unpaired"
 class Options(TaskOptions, RewardOptions, ModelOptions):
     model: str = ""
     kind: Literal["task", "chats", "pairs", "unpaired"] = "task"
-    """How the rows are read: task, for recipes that sample answers; chats, for sft.py; pairs, for dpo.py,
+    """How the rows are read: task, for recipes that sample responses; chats, for sft.py; pairs, for dpo.py,
     simpo.py and reward_model.py; unpaired, for kto.py."""
     max_prompt_tokens: int = 0
     """With --model: maximum number of tokens per prompt. Longer prompts are skipped. 0: no limit."""

@@ -17,7 +17,7 @@ The formats (docs/formats.md has examples):
 A row that has been read keeps its columns and gets these: `messages` (the prompt), `question` (its last question as
 text), `images` and, if it has any, `videos` and `audios` (in the order of their places), `answer` (the correct answer,
 for reward functions) and `tools`; for supervised fine-tuning `completion`; for preference pairs `chosen` and
-`rejected`; for unpaired preferences `completion` and `label`. An answer is a text, or a message if it calls tools or
+`rejected`; for unpaired preferences `completion` and `label`. A response is a text, or a message if it calls tools or
 has its thinking in a field of its own. `read_as` marks a row that has been read; it is not read again.
 """
 
@@ -80,7 +80,7 @@ ROLES = {
 
 
 class Chat(NamedTuple):
-    """A prompt, and the assistant's answer if the row has one."""
+    """A prompt, and the assistant's response if the row has one."""
 
     messages: list[Message]
     completion: Message | None
@@ -92,7 +92,7 @@ class Chat(NamedTuple):
 def task_row(raw: Row) -> dict[str, Any]:
     """A prompt and the correct answer: from an answer column, or else the last message of the assistant.
 
-    An answer of the chat is also kept as `completion`, for supervised fine-tuning on the task.
+    A response of the chat is also kept as `completion`, for supervised fine-tuning on the task.
 
     Raises:
         ValueError: no question or several, images without places, or several answers that differ.
@@ -106,15 +106,15 @@ def task_row(raw: Row) -> dict[str, Any]:
 
 
 def chat_row(raw: Row) -> dict[str, Any]:
-    """A prompt and an answer for supervised fine-tuning, or `plain_text` without either.
+    """A prompt and a response for supervised fine-tuning, or `plain_text` without either.
 
     Raises:
-        ValueError: as `task_row`; no answer, or several columns that could be it.
+        ValueError: as `task_row`; no response, or several columns that could be it.
     """
     if (text := _plain_text(raw)) is not None:
         return {**raw, "plain_text": text, "question": "", "images": [], "answer": None}
     chat = read_chat(raw)
-    completion = _text_if_all(chat.completion) if chat.completion is not None else _only_answer(raw)
+    completion = _text_if_all(chat.completion) if chat.completion is not None else _only_response(raw)
     answer = _right_answer(raw)
     return {
         **_prompt(raw, chat.messages, "chat"),
@@ -124,7 +124,7 @@ def chat_row(raw: Row) -> dict[str, Any]:
 
 
 def pair_row(raw: Row) -> dict[str, Any]:
-    """A prompt with a chosen and a rejected answer.
+    """A prompt with a chosen and a rejected response.
 
     If `chosen` and `rejected` are chats (lists of messages, or Anthropic's texts), the messages with which both begin
     are the prompt, and a prompt column is ignored. If they begin with the assistant, they go on from the prompt column,
@@ -132,12 +132,12 @@ def pair_row(raw: Row) -> dict[str, Any]:
     their common beginning, up to its last white space.
 
     Raises:
-        ValueError: no prompt, one that may be in a column of another name, no answers, the same answer twice, or
-            answers of several messages.
+        ValueError: no prompt, one that may be in a column of another name, no responses, the same response twice, or
+            responses of several messages.
     """
     chosen, rejected = _turns(_value(raw, "chosen"), "chosen"), _turns(_value(raw, "rejected"), "rejected")
     if chosen is not None and chosen == rejected:
-        raise ValueError("chosen, rejected: expected two different answers, got the same")
+        raise ValueError("chosen, rejected: expected two different responses, got the same")
     shared = 0
     if isinstance(chosen, list) and isinstance(rejected, list):
         shared = next((i for i, two in enumerate(zip(chosen, rejected, strict=False)) if two[0] != two[1]), 0)
@@ -157,16 +157,16 @@ def pair_row(raw: Row) -> dict[str, Any]:
         messages = read_chat(raw).messages
     return {
         **_prompt(raw, messages, "pair"),
-        "chosen": _one_answer(chosen, "chosen"),
-        "rejected": _one_answer(rejected, "rejected"),
+        "chosen": _one_response(chosen, "chosen"),
+        "rejected": _one_response(rejected, "rejected"),
         "answer": _right_answer(raw, ("answer", "solution")),
     }
 
 
 def unpaired_row(raw: Row) -> dict[str, Any]:
-    """A prompt with one answer, and a label that is true if the answer is good.
+    """A prompt with one response, and a label that is true if the response is good.
 
-    From a preference pair the chosen answer is taken if `label` is true, otherwise the rejected one.
+    From a preference pair the chosen response is taken if `label` is true, otherwise the rejected one.
 
     Raises:
         ValueError: as `pair_row`; a label that is neither true nor false.
@@ -180,7 +180,7 @@ def unpaired_row(raw: Row) -> dict[str, Any]:
         pair = pair_row(raw)
         return {**pair, "completion": pair["chosen"] if label else pair["rejected"], "label": bool(label)}
     chat = read_chat(raw)
-    completion = _one_answer(None if chat.completion is None else [chat.completion], "completion")
+    completion = _one_response(None if chat.completion is None else [chat.completion], "completion")
     answer = _right_answer(raw, ("answer", "solution"))
     return {**_prompt(raw, chat.messages, "unpaired"), "completion": completion, "label": bool(label), "answer": answer}
 
@@ -189,7 +189,7 @@ def unpaired_row(raw: Row) -> dict[str, Any]:
 
 
 def read_chat(raw: Row) -> Chat:
-    """The prompt of a row, and the answer if the row has one; the columns decide the format.
+    """The prompt of a row, and the response if the row has one; the columns decide the format.
 
     Raises:
         ValueError: no question, several that differ, or one that is neither text nor messages.
@@ -238,18 +238,18 @@ def _from_question(raw: Row, name: str) -> Chat:
     if question[-1] == {"role": "assistant", "content": ""}:
         question = question[:-1]  # Anthropic's prompts end with an empty assistant turn
     if _value(raw, "completion") is None:
-        return _split_answer(question)
-    completion = _one_answer(_turns(raw["completion"], "completion"), "completion")
+        return _split_response(question)
+    completion = _one_response(_turns(raw["completion"], "completion"), "completion")
     return Chat(question, _assistant_message(completion) if isinstance(completion, str) else completion)
 
 
 def _from_messages(raw: Row, name: str) -> Chat:
     """OpenAI's {"role", "content"}; if there is a `completion` column too, they are the prompt alone."""
-    chat = _split_answer(read_messages(raw[name], name))
+    chat = _split_response(read_messages(raw[name], name))
     if _value(raw, "completion") is None:
         return chat
     if chat.completion is not None:
-        raise ValueError(f"{name} and completion: expected one answer, got two")
+        raise ValueError(f"{name} and completion: expected one response, got two")
     return _from_question({"question": chat.messages, "completion": raw["completion"]}, "question")
 
 
@@ -260,7 +260,7 @@ def _from_sharegpt(raw: Row, name: str) -> Chat:
         raise ValueError(f'{name}: expected a list of {{"from": ..., "value": ...}}, got {turns!r:.80}')
     if all(turn.get("role") is not None for turn in turns):
         return _from_messages(raw, name)
-    return _split_answer([_from_turn(turn, f"{name}[{i}]") for i, turn in enumerate(turns)])
+    return _split_response([_from_turn(turn, f"{name}[{i}]") for i, turn in enumerate(turns)])
 
 
 def _from_turn(turn: Mapping[str, Any], name: str) -> Message:
@@ -288,7 +288,7 @@ def _from_alpaca(raw: Row, name: str) -> Chat:
     messages.append({"role": "user", "content": question})
     column = "output" if _value(raw, "completion") is None else "completion"
     output = _value(raw, column)
-    completion = None if output is None else _one_answer(output, column)
+    completion = None if output is None else _one_response(output, column)
     return Chat(messages, _assistant_message(completion) if isinstance(completion, str) else completion)
 
 
@@ -333,8 +333,8 @@ def _is_turn(found: Mapping[str, Any]) -> bool:
     )
 
 
-def _split_answer(messages: Sequence[Message]) -> Chat:
-    """Separates the answer from the prompt, if the last message is the assistant's."""
+def _split_response(messages: Sequence[Message]) -> Chat:
+    """Separates the response from the prompt, if the last message is the assistant's."""
     if len(messages) > 1 and messages[-1]["role"] == "assistant":
         return Chat(list(messages[:-1]), messages[-1])
     return Chat(list(messages), None)
@@ -409,15 +409,15 @@ def _right_answer(raw: Row, names: Sequence[str] = ANSWER_COLUMNS) -> Any:
     return raw[found[0]] if found else None
 
 
-def _only_answer(raw: Row) -> str:
+def _only_response(raw: Row) -> str:
     found = _columns(raw, ("answer",) if raw.get("read_as") else ANSWER_COLUMNS)
     if len(found) > 1:
-        raise ValueError(f"{' and '.join(found)}: expected one answer to imitate, got {len(found)}")
-    return _one_answer(raw[found[0]] if found else None, found[0] if found else "answer")
+        raise ValueError(f"{' and '.join(found)}: expected one response to imitate, got {len(found)}")
+    return _one_response(raw[found[0]] if found else None, found[0] if found else "answer")
 
 
-def _one_answer(found: Any, name: str) -> Any:
-    """A single answer from a text, a number, or a list with one message of the assistant."""
+def _one_response(found: Any, name: str) -> Any:
+    """A single response from a text, a number, or a list with one message of the assistant."""
     if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str):
         return found[0]
     messages = found if isinstance(found, list) and all(isinstance(x, Mapping) for x in found) else []
@@ -432,9 +432,9 @@ def _one_answer(found: Any, name: str) -> Any:
     return str(int(found) if is_whole else found)
 
 
-def _text_if_all(answer: Message) -> Any:
-    """The text of an answer, or the whole message if it has more: calls of tools, or thinking in a field of its own."""
-    return text_of(answer) if is_text_alone(answer) else answer
+def _text_if_all(response: Message) -> Any:
+    """The text of a response, or the whole message if it has more: tool calls, or thinking in a field of its own."""
+    return text_of(response) if is_text_alone(response) else response
 
 
 def _assistant_message(text: str) -> Message:

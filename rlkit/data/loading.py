@@ -58,7 +58,7 @@ from rlkit.rewards.named import REWARDS, reward_named
 from rlkit.rewards.rules import exact_match
 
 HELD_OUT_SPLITS = ("test", "validation", "val")
-DEMONSTRATION_COLUMNS = ("completion", "output", "reward_model", *CHAT_COLUMNS)  # contain an answer
+DEMONSTRATION_COLUMNS = ("completion", "output", "reward_model", *CHAT_COLUMNS)  # contain a response
 MEDIA_COLUMNS = {*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS}
 
 BUILT_IN: dict[str, Callable[[], Task]] = {"addition": addition, "digits": digits, "sorting": sorting}
@@ -108,7 +108,7 @@ def load_task(name: str, *, reward: str | None = None, allow_outside_files: bool
 
 
 def load_chats(name: str, *, allow_outside_files: bool = False) -> Task:
-    """Loads rows for supervised fine-tuning, with the answer as `completion`.
+    """Loads rows for supervised fine-tuning, with the response as `completion`.
 
     Args:
         name: as for `load_task`; also a file or data set with a `text` column of plain text.
@@ -120,11 +120,11 @@ def load_chats(name: str, *, allow_outside_files: bool = False) -> Task:
 
 
 def load_pairs(name: str, *, allow_outside_files: bool = False) -> Task:
-    """Loads preference pairs: rows with a `chosen` and a `rejected` answer.
+    """Loads preference pairs: rows with a `chosen` and a `rejected` response.
 
     Args:
-        name: a file or data set with these columns, or a task. In a task without them, the chosen answer is the row's
-            own, and the rejected one is the answer of another row, the same in every run.
+        name: a file or data set with these columns, or a task. In a task without them, the chosen response is the row's
+            own answer, and the rejected one is the answer of another row, the same in every run.
 
     Raises:
         ValueError: as in `load_task`, or a file or data set without these columns.
@@ -135,11 +135,11 @@ def load_pairs(name: str, *, allow_outside_files: bool = False) -> Task:
 
 
 def load_unpaired(name: str, *, allow_outside_files: bool = False) -> Task:
-    """Loads unpaired preferences: rows with one answer, `completion`, and a `label` that is true if it is good.
+    """Loads unpaired preferences: rows with one response, `completion`, and a `label` that is true if it is good.
 
     Args:
         name: a file or data set with these columns, or a name for `load_pairs`. Each pair gives two rows: the chosen
-            answer with a true label, and the rejected one with a false label.
+            response with a true label, and the rejected one with a false label.
 
     Raises:
         ValueError: as in `load_task`, or columns of neither kind.
@@ -395,15 +395,15 @@ def _read_as(task: Task, kind: Kind) -> Task:
 
 
 def _are_marked(rows: Sequence[Row]) -> bool:
-    """Whether a task has single answers with a label that says whether they are good.
+    """Whether a task has single responses with a label that says whether they are good.
 
-    A label without an answer is a column of a pair, and the label of a row that was read as a task is its right answer.
+    A label without a response is a column of a pair, and the label of a row that was read as a task is its answer.
     """
     return len(rows) > 0 and {"completion", "label"} <= rows[0].keys() and rows[0].get("read_as") != "task"
 
 
 def _split_pairs(rows: Sequence[Row]) -> Rows:
-    """Two rows per pair, the chosen answer first."""
+    """Two rows per pair, the chosen response first."""
     pairs = as_rows(rows)
 
     def row(i: int) -> Row:

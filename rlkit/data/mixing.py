@@ -24,8 +24,8 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
         weights: one number above 0 per task, with any sum; by default the tasks' numbers of rows.
 
     Returns:
-        a task named "a+b". `row["task"]` names the task whose reward scores the answers to a row. That reward sees the
-        `task` that the row had before, if it had one. The held-out rows are those of all tasks, each once.
+        a task named "a+b". `row["task"]` names the task whose reward scores the responses to a row. That reward sees
+        the `task` that the row had before, if it had one. The held-out rows are those of all tasks, each once.
 
     Raises:
         ValueError: no task, two with the same name, one without training rows, or wrong weights.

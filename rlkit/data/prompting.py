@@ -1,4 +1,4 @@
-"""Additions to the prompts of a task: a system message, a template for the question, a prefix of the answer."""
+"""Additions to the prompts of a task: a system message, a template for the question, a prefix of the response."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ def with_prompt(
     *,
     system_prompt: str = "",
     prompt_template: str = "",
-    answer_prefix: str = "",
+    response_prefix: str = "",
     chat_template_kwargs: Mapping[str, Any] | None = None,
     thinking_tags: Sequence[str] = (),
 ) -> Task:
-    r"""A task with a system message, a prompt template, an answer prefix and options of the model added to its rows.
+    r"""A task with a system message, a prompt template, a response prefix and options of the model added to its rows.
 
-        with_prompt(task, prompt_template="{question}\nAnswer with a letter in \\boxed{}.", answer_prefix="<think>\n")
+        with_prompt(task, prompt_template="{question}\nResponse with a letter in \\boxed{}.",
+        response_prefix="<think>\n")
 
     Args:
         task: held-out rows are changed too, so choose them first (`with_heldout`).
         system_prompt: the system message of every row.
         prompt_template: a text with `{question}` as the place of the last question, with its images, videos and audios.
             Other braces have no meaning.
-        answer_prefix: the beginning of every answer. It is part of the prompt: the policy neither samples it nor is
+        response_prefix: the beginning of every response. It is part of the prompt: the policy neither samples it nor is
             trained on it, and reward functions get the response without it.
         chat_template_kwargs: options of the model's chat template, such as {"enable_thinking": False}. Options that a
             row already has are kept.
-        thinking_tags: what begins and ends the thinking in answers, such as ("[THINK]", "[/THINK]"); by default
+        thinking_tags: what begins and ends the thinking in responses, such as ("[THINK]", "[/THINK]"); by default
             `<think>` and `</think>`. Tags that a row already has are kept.
 
     Raises:
@@ -46,7 +47,7 @@ def with_prompt(
     if prompt_template and prompt_template.count(PLACE) != 1:
         raise ValueError(f"prompt_template: expected a text with {PLACE} once, got {prompt_template!r}")
     tags = {"thinking_tags": thinking_tags_of({"thinking_tags": thinking_tags})} if thinking_tags else {}
-    if not (system_prompt or prompt_template or answer_prefix or chat_template_kwargs or tags):
+    if not (system_prompt or prompt_template or response_prefix or chat_template_kwargs or tags):
         return task
 
     def row(raw: Row) -> Row:
@@ -54,14 +55,14 @@ def with_prompt(
         if chat_template_kwargs:
             raw = {**raw, "chat_template_kwargs": {**chat_template_kwargs, **(raw.get("chat_template_kwargs") or {})}}
         try:
-            return _prompted(raw, system_prompt, prompt_template, answer_prefix)
+            return _prompted(raw, system_prompt, prompt_template, response_prefix)
         except ValueError as error:
             return {**raw, "unreadable": str(error)}
 
     return map_rows(task, row)
 
 
-def _prompted(row: Row, system_prompt: str, prompt_template: str, answer_prefix: str) -> dict[str, Any]:
+def _prompted(row: Row, system_prompt: str, prompt_template: str, response_prefix: str) -> dict[str, Any]:
     if row.get("plain_text") is not None:
         raise ValueError("prompt_template: expected rows with a question, got plain text")
     messages, images, videos, audios = prompt_of(row)
@@ -74,7 +75,7 @@ def _prompted(row: Row, system_prompt: str, prompt_template: str, answer_prefix:
         if last is None:
             raise ValueError("prompt_template: expected a message of the user, got none")
         messages = [*messages[:last], _apply_template(messages[last], prompt_template), *messages[last + 1 :]]
-    added: dict[str, Any] = {"answer_prefix": answer_prefix} if answer_prefix else {}
+    added: dict[str, Any] = {"response_prefix": response_prefix} if response_prefix else {}
     added |= {name: found for name, found in (("videos", videos), ("audios", audios)) if found}
     return {**row, "messages": messages, "images": images, **added}
 

@@ -9,7 +9,7 @@ Rows are generated when they are asked for, without a download. Settings of this
 - `level`: of reasoning-gym's curriculum, from 0; each attribute is at this level, or at its last one.
 - `rows`, `heldout`: how many rows to train on (10,000) and to hold out (200).
 - `exact`: True for a reward of 1 where the verifier's score is 1, and 0 elsewhere; by default the score is the reward.
-- `sandbox`: whether answers are scored in the sandbox; by default where the verifier executes them as Python.
+- `sandbox`: whether responses are scored in the sandbox; by default where the verifier executes them as Python.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Rows(Sequence[Row]):
         read: row number -> the row with this number in the table.
         numbers: int [n], the row number of each of these rows. A row that is repeated has the same number each time.
         source_ids: int [n]; rows that are held out together have the same id: rows that were made of the same row, such
-            as both answers of a preference pair, and rows with the same prompt. By default all differ.
+            as both responses of a preference pair, and rows with the same prompt. By default all differ.
         files: that the rows were read from, where known.
         table_fingerprint: returns a fingerprint of all that `read` reads.
         prompt_hashes: uint64 [n], equal for the same prompt, also of other tables; 0 for rows whose prompts are not

@@ -94,8 +94,8 @@ def sorting() -> Task:
 def addition() -> Task:
     """Two numbers of two digits to add: "What is 17 + 25?", 42. There are 4,095 pairs, and 200 of them are held out.
 
-    Each pair is there once, the smaller number first. The reward is 1 if the last number in the answer is the sum, so a
-    chat model may answer in a sentence.
+    Each pair is there once, the smaller number first. The reward is 1 if the last number in the response is the sum, so
+    a chat model may answer in a sentence.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
 

@@ -1,15 +1,15 @@
-"""The tags around the thinking in an answer, which a row may set."""
+"""The tags around the thinking in a response, which a row may set."""
 
 from __future__ import annotations
 
 from rlkit.data.samples import Row
 
 THINKING_TAGS = ("<think>", "</think>")
-"""What begins and ends the thinking in an answer, unless the row has other `thinking_tags`."""
+"""What begins and ends the thinking in a response, unless the row has other `thinking_tags`."""
 
 
 def thinking_tags_of(row: Row) -> tuple[str, str]:
-    """What begins and ends the thinking in answers to a row: its `thinking_tags`, or `THINKING_TAGS`.
+    """What begins and ends the thinking in responses to a row: its `thinking_tags`, or `THINKING_TAGS`.
 
     Raises:
         ValueError: not two different texts.
@@ -21,5 +21,5 @@ def thinking_tags_of(row: Row) -> tuple[str, str]:
 
 
 def opens_thinking(prompt: str, tags: tuple[str, str] = THINKING_TAGS) -> bool:
-    """Whether a prompt ends with the tag that begins thinking, so that the answer begins with thinking."""
+    """Whether a prompt ends with the tag that begins thinking, so that the response begins with thinking."""
     return prompt.rstrip().endswith(tags[0].rstrip())

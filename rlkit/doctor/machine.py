@@ -148,7 +148,7 @@ def _version(module: str) -> str:
 
 
 def sandbox() -> Finding:
-    """Whether rewards can run programs from answers in isolation here."""
+    """Whether rewards can run programs from responses in isolation here."""
     from rlkit.rewards.sandbox import SandboxError, check_isolation
 
     try:

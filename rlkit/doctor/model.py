@@ -70,7 +70,7 @@ def _check_forward(model: Any, config: Any) -> Iterator[Finding]:
     if obstacle:
         yield Finding("packed rows", f"not possible, add --no_use_remove_padding --no_share_prompts: {obstacle}", None)
     else:
-        yield Finding("packed rows", "without padding; a prompt is computed once for all of its answers")
+        yield Finding("packed rows", "without padding; a prompt is computed once for all of its responses")
     if _lacks_kernels(model):
         yield Finding("gated delta rule", f"computed slowly, without kernels: {LINEAR_ATTENTION}", None)
     if obstacle := head_obstacle(config):

@@ -46,7 +46,7 @@ def self_check() -> Iterator[Finding]:
         yield Finding("model", f"a vision-language model of {sum(x.numel() for x in model.parameters())} parameters")
         prompts, _ = encode_prompts(processor, enumerate(rows[:4]))
         samples = rollout.generate(prompts, Sampling(8, seed=(0,)), n=4)
-        yield Finding("sampling", f"{len(samples)} answers to {len(prompts)} prompts with images on {device}")
+        yield Finding("sampling", f"{len(samples)} responses to {len(prompts)} prompts with images on {device}")
         batch = collate(samples)
         logprobs = engine.infer_batch(batch)["logprobs"].cpu()
         difference = ((logprobs - batch.rollout_logprobs) * batch.mask).abs().max().item()

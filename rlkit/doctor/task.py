@@ -1,4 +1,4 @@
-"""Checks a task: its rows, rows that would be skipped, rewards of typical answers, prompts as the model sees them."""
+"""Checks a task: its rows, rows that would be skipped, rewards of typical responses, prompts as the model sees them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ COLUMNS = {  # with a meaning of their own: those of prompts and answers, and op
     *(*PROMPT_COLUMNS, "input", "system", "history", "tools", "text"),
     *(*IMAGE_COLUMNS, *VIDEO_COLUMNS, *AUDIO_COLUMNS),
     *(*ANSWER_COLUMNS, "reward_model", "completion", "output", "chosen", "rejected", "plain_text"),
-    *("chat_template_kwargs", "thinking_tags", "answer_prefix", "where", "read_as"),
+    *("chat_template_kwargs", "thinking_tags", "response_prefix", "where", "read_as"),
 }
 
-# typical answers of a model, made from (right, wrong); the last two are wrong
+# typical responses of a model, made from (right, wrong); the last two are wrong
 FORMS: Mapping[str, Callable[[str, str], str]] = {
     "right": lambda right, wrong: right,
     "right, in a sentence": lambda right, wrong: f"The answer is {right}.",
@@ -127,7 +127,7 @@ def read_prompt(row: Row, processor: Any = None, max_tokens: int | None = None) 
 
 
 def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
-    """Rewards of right and wrong answers to some rows, in the forms in which models write them.
+    """Rewards of right and wrong responses to some rows, in the forms in which models write them.
 
     Args:
         task: the task; rows without an expected answer are left out.
@@ -154,9 +154,9 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
     highest, wrong_reward = max(means.values(), default=0.0), means.get("another row's answer")
     best = [form for form, reward in means.items() if reward == highest]
     if not means:
-        yield Finding("rewards", "expected numbers, got none: the reward cannot score these answers", False)
+        yield Finding("rewards", "expected numbers, got none: the reward cannot score these responses", False)
     elif wrong_reward == highest:
-        yield Finding("rewards", "expected more for a right answer than for a wrong one, got the same", False)
+        yield Finding("rewards", "expected more for a right response than for a wrong one, got the same", False)
     else:
         yield Finding("rewards", f"highest for: {', '.join(best)}; the prompt should ask for that form")
 

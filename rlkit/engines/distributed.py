@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 # devices whose all-gather (gloo's) needs a second copy of the result; there each rank broadcasts its part instead
 GATHER_BY_BROADCAST = ("cpu",)
-# of NCCL and gloo alike. A rank may wait that long for the longest answer of another, or for its rewards; NCCL's own 10
-# minutes would end such a run. The watchdog of a run says long before where it stands.
+# of NCCL and gloo alike. A rank may wait that long for the longest response of another, or for its rewards; NCCL's own
+# 10 minutes would end such a run. The watchdog of a run says long before where it stands.
 TIMEOUT = timedelta(hours=1)
 # size of the full tensors that an engine gathers at once for a sampler: those of a 7B, 729, are in about 60 buckets
 BUCKET_BYTES = 256 << 20

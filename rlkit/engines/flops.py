@@ -33,7 +33,7 @@ def forward_flops(
         keys(p) = p + 1;  min(p + 1, W) with a sliding window of W tokens;  p mod C + 1 in chunks of C tokens
 
     In Qwen3-Next and Qwen3.5, attention has a gate (H A more weights), and L counts layers of attention only. In the
-    others, with the gated delta rule (https://arxiv.org/abs/2412.06464), the b_i tokens cost nothing, since answers
+    others, with the gated delta rule (https://arxiv.org/abs/2412.06464), the b_i tokens cost nothing, since responses
     continue from their prompt's last state. A token costs 2 weights, and 6 times the numbers in the state of a head:
     the state's prediction for the key, its update, and its output.
 

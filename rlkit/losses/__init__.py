@@ -38,7 +38,7 @@ All, by family, each a module:
   `sequence_max_divergence_mask`
 - diagnostics: `ratio_stats`, `sequence_ratio_stats`, `value_stats`, `explained_variance`, `mismatch_stats`,
   `sequence_mismatch_stats`, `effective_sample_size`
-- preference: pairs of answers, single answers, reward models. `sequence_logprobs`, `sequence_mean_logprobs`,
+- preference: pairs of responses, single responses, reward models. `sequence_logprobs`, `sequence_mean_logprobs`,
   `dpo_loss`, `robust_dpo_loss`, `ipo_loss`, `hinge_dpo_loss`, `slic_loss`, `apo_zero_loss`, `simpo_loss`, `orpo_loss`,
   `kto_loss`, `kto_kl_estimate`, `bradley_terry_loss`, `reward_centring_loss`, `preference_stats`
 - preference_variants: `apo_down_loss`, `exo_loss`, `nca_loss`, `sppo_loss`, `bco_loss`, `discopop_loss`,
@@ -46,7 +46,7 @@ All, by family, each a module:
   `aot_loss`, `aot_unpaired_loss`, `ld_sequence_logprobs`, `wpo_weights`
 - distillation: of a teacher and a student. `forward_kl_loss`, `reverse_kl_loss`, `jsd_loss`, `topk_forward_kl_loss`,
   `topk_reverse_kl_loss`, `topk_jsd_loss`
-- supervised: of answers that somebody else wrote. `dft_loss`, `chord_phi_loss`, `chord_mu`
+- supervised: of responses that somebody else wrote. `dft_loss`, `chord_phi_loss`, `chord_mu`
 - router: of mixtures of experts. `load_balancing_loss`
 
 Conventions, which hold everywhere in rlkit:
@@ -60,9 +60,9 @@ Conventions, which hold everywhere in rlkit:
 - `rollout_logprobs` are the sampler's. `old_logprobs` are the trainer's under the weights that the batch was sampled
   with, simply `logprobs.detach()` when a batch is used for one step.
 - Outcome advantages are [B], token-level ones [B, T]; losses take either.
-- Losses return values to be minimised, [B, T], or one per pair or answer, [P] or [B], where they take whole answers.
-  They take tensors and floats; a variant of a formula is another function. Gradients flow to the policy's own tensors
-  only.
+- Losses return values to be minimised, [B, T], or one per pair or response, [P] or [B], where they take whole
+  responses. They take tensors and floats; a variant of a formula is another function. Gradients flow to the policy's
+  own tensors only.
 - Reduction is a separate call with its denominator in sight: `token_mean(loss, mask, total=...)`, where `total` counts
   over all micro-batches and data-parallel ranks. The gradient then does not depend on how a batch was split.
 - A function takes `total` where parts of a batch add up: a mean is a sum over a count that is fixed before the batch is

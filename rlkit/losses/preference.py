@@ -1,17 +1,17 @@
-r"""Losses on preferences, one value per pair or per answer, and their inputs: log-probabilities of whole answers.
+r"""Losses on preferences, one value per pair or per response, and their inputs: log-probabilities of whole responses.
 
 P pairs come as [P] tensors of sequence log-probabilities: `chosen` and `rejected` under the policy, `ref_chosen` and
 `ref_rejected` under the reference. Throughout, with $\log \pi$ for the given log-probabilities,
 
 $$h_w = \log\pi(y_w) - \log\pi_{ref}(y_w), \quad h_l = \log\pi(y_l) - \log\pi_{ref}(y_l), \quad h = h_w - h_l$$
 
-for the chosen answer w and the rejected answer l. Unless a function says otherwise these are sums over tokens
+for the chosen response w and the rejected response l. Unless a function says otherwise these are sums over tokens
 (`sequence_logprobs`); given means (`sequence_mean_logprobs`) the same functions are the length-normalised variants. The
 reference never gets a gradient. No loss here takes the exponential of h, so h is not bounded: the log-sigmoid of a
 large |h| is linear and exact. Reduce with `preference_mean`.
 
 Args:
-    chosen, rejected: [P], log-probabilities of the answers under the policy.
+    chosen, rejected: [P], log-probabilities of the responses under the policy.
     ref_chosen, ref_rejected: [P], under the reference.
     chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
     chosen_rewards, rejected_rewards: [P], of a reward model, or DPO's implicit ones, `beta * (chosen - ref_chosen)`.
@@ -30,7 +30,7 @@ from rlkit.losses.reductions import preference_mean
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
-    r"""Log-probability of each whole answer: $\log \pi(y) = \sum_t m_t \log \pi(y_t | y_{<t})$.
+    r"""Log-probability of each whole response: $\log \pi(y) = \sum_t m_t \log \pi(y_t | y_{<t})$.
 
     Returns:
         [B], float32 (float64 for float64 input); 0 for a row with no token in the mask.
@@ -40,7 +40,7 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_mean_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
-    r"""Mean log-probability of each answer's tokens: `sequence_logprobs` over the count of its tokens.
+    r"""Mean log-probability of each response's tokens: `sequence_logprobs` over the count of its tokens.
 
     Args: as `sequence_logprobs`.
 
@@ -103,9 +103,9 @@ def robust_dpo_loss(
 def ipo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
     r"""Identity preference optimisation, which pulls the margin h towards a finite target: $L = (h - 1 / (2 \beta))^2$.
 
-    https://arxiv.org/abs/2310.12036 eq. 17, where beta is called tau. The paper uses log-probabilities of whole answers
-    (`sequence_logprobs`). TRL, after asking the authors (TRL#1265), divides by the answers' lengths, so that beta does
-    not depend on them; pass `sequence_mean_logprobs` for that.
+    https://arxiv.org/abs/2310.12036 eq. 17, where beta is called tau. The paper uses log-probabilities of whole
+    responses (`sequence_logprobs`). TRL, after asking the authors (TRL#1265), divides by the responses' lengths, so
+    that beta does not depend on them; pass `sequence_mean_logprobs` for that.
 
     Args:
         beta: > 0; the target margin is 1 / (2 beta).
@@ -128,7 +128,7 @@ def hinge_dpo_loss(
 def slic_loss(chosen: Tensor, rejected: Tensor, margin: float = 1.0) -> Tensor:
     r"""SLiC-HF's calibration term, without a reference: $L = \max(0, \delta - \log\pi(y_w) + \log\pi(y_l))$.
 
-    https://arxiv.org/abs/2305.10425. The paper adds lambda times the negative log-likelihood of a target answer: add
+    https://arxiv.org/abs/2305.10425. The paper adds lambda times the negative log-likelihood of a target response: add
     that term in the recipe, with a reduction of your choice.
 
     Args:
@@ -144,8 +144,8 @@ def apo_zero_loss(
 ) -> Tensor:
     r"""Anchored preference optimisation, up and down from the reference: $L = \sigma(-\beta h_w) + \sigma(\beta h_l)$.
 
-    https://arxiv.org/abs/2408.06266 eq. 7, for chosen answers that are better than the policy's own: their probability
-    rises, and not only relative to the rejected answers.
+    https://arxiv.org/abs/2408.06266 eq. 7, for chosen responses that are better than the policy's own: their
+    probability rises, and not only relative to the rejected responses.
 
     Returns:
         [P], in (0, 2), to be minimised.
@@ -179,7 +179,7 @@ def simpo_loss(
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor) -> Tensor:
-    r"""ORPO's odds-ratio term: the log-odds ratio of the chosen and the rejected answer, without a reference.
+    r"""ORPO's odds-ratio term: the log-odds ratio of the chosen and the rejected response, without a reference.
 
     $$L = -\log\sigma\Big(\log\frac{p_w}{1 - p_w} - \log\frac{p_l}{1 - p_l}\Big), \quad
     p = \exp\Big(\frac{1}{|y|} \log\pi(y)\Big)$$
@@ -203,15 +203,15 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    r"""Kahneman-Tversky optimisation, which learns from single answers marked good or bad.
+    r"""Kahneman-Tversky optimisation, which learns from single responses marked good or bad.
 
     $$L = \lambda_D\, \sigma(\beta (z_0 - h)) \text{ if desirable}, \quad \lambda_U\, \sigma(\beta (h - z_0))
     \text{ if not}, \quad h = \log\pi(y) - \log\pi_{ref}(y)$$
 
     https://arxiv.org/abs/2402.01306 eq. 8. The baseline z_0, a KL divergence in nats that beta multiplies, is an
-    argument, so that the loss of an answer does not depend on its batch. An estimate from a batch (`kto_kl_estimate`)
+    argument, so that the loss of a response does not depend on its batch. An estimate from a batch (`kto_kl_estimate`)
     depends on the split into micro-batches, so compute it once, on the whole batch, before the first one. The weights
-    compensate for unequal counts of desirable and undesirable answers.
+    compensate for unequal counts of desirable and undesirable responses.
 
     Args:
         desirable: bool [B].
@@ -242,13 +242,13 @@ def kto_loss(
 def kto_kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
     r"""KTO's baseline from mismatched pairs: $\max(0, \frac1B \sum_i \log\pi(y_j|x_i) - \log\pi_{ref}(y_j|x_i))$.
 
-    https://arxiv.org/abs/2402.01306 section 4.1. Each answer $y_j$ was written for another prompt. This is therefore a
-    cheap, biased estimate of KL(policy || reference), which depends on the batch and on its split.
+    https://arxiv.org/abs/2402.01306 section 4.1. Each response $y_j$ was written for another prompt. This is therefore
+    a cheap, biased estimate of KL(policy || reference), which depends on the batch and on its split.
 
     Args:
-        logprobs, ref_logprobs: [B], sums over tokens of each mismatched answer.
-        global_sum: adds a tensor over ranks, such as an engine's method of that name; by default these answers are the
-            batch.
+        logprobs, ref_logprobs: [B], sums over tokens of each mismatched response.
+        global_sum: adds a tensor over ranks, such as an engine's method of that name; by default these responses are
+            the batch.
 
     Returns:
         0-d, detached, >= 0; 0 for B = 0.
@@ -262,7 +262,7 @@ def kto_kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, global_sum: GlobalSu
 def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | None = None) -> Tensor:
     r"""A reward model's loss on pairs: $L = -\log\sigma(r_w - r_l - m)$.
 
-    https://arxiv.org/abs/2203.02155 eq. 1, which averages over all pairs of a prompt's answers. The margin is that of
+    https://arxiv.org/abs/2203.02155 eq. 1, which averages over all pairs of a prompt's responses. The margin is that of
     Llama 2, https://arxiv.org/abs/2307.09288 eq. 2.
 
     Args:
@@ -320,13 +320,13 @@ def _log_ratios(
 
 
 def _margin(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float) -> Tensor:
-    """h, [P]: each answer is compared with its own reference first, as those two numbers are close."""
+    """h, [P]: each response is compared with its own reference first, as those two numbers are close."""
     h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
     return h_w - h_l
 
 
 def _means(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean log-probabilities of the chosen and the rejected answers, [P] each."""
+    """Mean log-probabilities of the chosen and the rejected responses, [P] each."""
     _check_same(chosen=chosen, rejected=rejected)
     for name, lengths in (("chosen_lengths", chosen_lengths), ("rejected_lengths", rejected_lengths)):
         check.integer(name, lengths)

@@ -1,12 +1,12 @@
-r"""More losses on preference pairs, and two ways to weight tokens and answers; `preference` has the common losses.
+r"""More losses on preference pairs, and two ways to weight tokens and responses; `preference` has the common losses.
 
-They take the arguments of `dpo_loss`, with the same meaning: [P] log-probabilities of whole answers, $h_w$ and $h_l$
+They take the arguments of `dpo_loss`, with the same meaning: [P] log-probabilities of whole responses, $h_w$ and $h_l$
 for their log-ratios to the reference, $h = h_w - h_l$. The reference never gets a gradient. The log-sigmoid of a large
 argument is linear and exact. The exponential of a large argument overflows, so exponents are clamped at 20, with
 gradient 0 above, as everywhere in rlkit.
 
 Args:
-    chosen, rejected: [P], log-probabilities of the answers under the policy.
+    chosen, rejected: [P], log-probabilities of the responses under the policy.
     ref_chosen, ref_rejected: [P], under the reference.
     chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
     beta: > 0; a larger beta keeps the policy closer to the reference.
@@ -38,8 +38,8 @@ def apo_down_loss(
 ) -> Tensor:
     r"""Anchored preference optimisation, down from the reference: $L = \sigma(\beta h_w) + \sigma(-\beta h)$.
 
-    https://arxiv.org/abs/2408.06266 eq. 8, for chosen answers that are worse than the policy's own: the probabilities
-    of both fall, that of the rejected answer further. `apo_zero_loss` is for chosen answers that are better.
+    https://arxiv.org/abs/2408.06266 eq. 8, for chosen responses that are worse than the policy's own: the probabilities
+    of both fall, that of the rejected response further. `apo_zero_loss` is for chosen responses that are better.
 
     Returns:
         [P], in (0, 2), to be minimised.
@@ -65,7 +65,7 @@ def exo_loss(
     logarithms by 0 and -10, which are no distribution's; this follows the paper and TRL.
 
     Args:
-        label_smoothing: epsilon, the probability that the rejected answer is preferred, in (0, 0.5).
+        label_smoothing: epsilon, the probability that the rejected response is preferred, in (0, 0.5).
 
     Returns:
         [P], in [0, -log epsilon], to be minimised.
@@ -80,11 +80,11 @@ def exo_loss(
 
 
 def nca_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
-    r"""Noise contrastive alignment of a pair, which also keeps the chosen answer likely.
+    r"""Noise contrastive alignment of a pair, which also keeps the chosen response likely.
 
     $$L = -\log\sigma(\beta h_w) - \frac12 \log\sigma(-\beta h_w) - \frac12 \log\sigma(-\beta h_l)$$
 
-    https://arxiv.org/abs/2402.05369, the loss for preferences with two answers. The optimum has $\beta h_w = \log 2$,
+    https://arxiv.org/abs/2402.05369, the loss for preferences with two responses. The optimum has $\beta h_w = \log 2$,
     where DPO determines only the difference h. The paper's beta is 0.01.
     """
     h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
@@ -116,13 +116,13 @@ def bco_loss(
     delta: float | Tensor,
     beta: float = 0.1,
 ) -> Tensor:
-    r"""Binary classifier optimisation: the implicit reward is the logit of a classifier of good and bad answers.
+    r"""Binary classifier optimisation: the implicit reward is the logit of a classifier of good and bad responses.
 
     $$L = -\log\sigma(\beta h_w - \delta) - \log\sigma(\delta - \beta h_l)$$
 
-    https://arxiv.org/abs/2404.04656. The two terms are independent, so the chosen and the rejected answer may belong to
-    different prompts. The loss is an upper bound of DPO's, which the shift delta makes tighter. The paper's delta is a
-    running mean of `0.5 * beta * ((chosen - ref_chosen).mean() + (rejected - ref_rejected).mean())`, which the recipe
+    https://arxiv.org/abs/2404.04656. The two terms are independent, so the chosen and the rejected response may belong
+    to different prompts. The loss is an upper bound of DPO's, which the shift delta makes tighter. The paper's delta is
+    a running mean of `0.5 * beta * ((chosen - ref_chosen).mean() + (rejected - ref_rejected).mean())`, which the recipe
     keeps: as delta is an argument, a pair's loss does not depend on its batch. TRL's bco_pair has no shift (0).
 
     Args:
@@ -178,9 +178,9 @@ def alphapo_loss(
     $$L = -\log\sigma(\beta r_w - \beta r_l - \gamma), \quad r = \frac{1 - p^{-\alpha}}{\alpha}, \quad
     p = \exp\Big(\frac{1}{|y|} \log\pi(y)\Big)$$
 
-    https://arxiv.org/abs/2501.03884. Alpha 0 is `simpo_loss`; a positive alpha gives unlikely answers more gradient, a
-    negative one less. TRL computes the power of p, which underflows to 0, so that two such answers give nan; here the
-    exponent $-\alpha \log p$ is bounded as the module says.
+    https://arxiv.org/abs/2501.03884. Alpha 0 is `simpo_loss`; a positive alpha gives unlikely responses more gradient,
+    a negative one less. TRL computes the power of p, which underflows to 0, so that two such responses give nan; here
+    the exponent $-\alpha \log p$ is bounded as the module says.
 
     Args:
         alpha: a finite number; 0 takes the limit, log p.
@@ -198,16 +198,16 @@ def alphapo_loss(
 def tpo_loss(
     chosen: Tensor, rejected: Tensor, gold: Tensor, beta: float = 0.01, alpha: float = 1.0, gamma: float = 0.0
 ) -> Tensor:
-    r"""Triple preference optimisation: a pair without a reference, plus the likelihood of a third, better answer.
+    r"""Triple preference optimisation: a pair without a reference, plus the likelihood of a third, better response.
 
     $$L = -\log\sigma\big(\beta \log\pi(y_w) - \beta \log\pi(y_l) - \gamma\big) - \alpha \log\pi(y_{gold})$$
 
     TPO, https://arxiv.org/abs/2405.16681. With mean log-probabilities (`sequence_mean_logprobs`), a margin gamma and a
-    larger beta it is the paper's TPO-L. TRL averages over the tokens of the gold answer in both variants.
+    larger beta it is the paper's TPO-L. TRL averages over the tokens of the gold response in both variants.
 
     Args:
-        gold: [P], log-probabilities of the best answers under the policy.
-        alpha: weight of the gold answer's likelihood, >= 0.
+        gold: [P], log-probabilities of the best responses under the policy.
+        alpha: weight of the gold response's likelihood, >= 0.
         gamma: the target margin, >= 0.
     """
     _check_same(chosen=chosen, rejected=rejected, gold=gold)
@@ -220,17 +220,17 @@ def tpo_loss(
 def a_star_po_loss(
     logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, values: Tensor, beta: float = 1e-3
 ) -> Tensor:
-    r"""A*-PO: regression of the policy's log-ratio on the optimal policy's, with one answer per prompt.
+    r"""A*-PO: regression of the policy's log-ratio on the optimal policy's, with one response per prompt.
 
     $$L = \big(\beta (\log\pi(y) - \log\pi_{ref}(y)) - (r - V^*)\big)^2$$
 
     https://arxiv.org/abs/2505.20686. The optimal policy under a KL penalty has $\beta \log(\pi^* / \pi_{ref}) = r -
-    V^*$. V* is estimated from answers of the reference, with a separate, larger beta:
+    V^*$. V* is estimated from responses of the reference, with a separate, larger beta:
     `rlkit.advantages.optimal_values`.
 
     Args:
-        logprobs, ref_logprobs: [B], sums over the tokens of each answer.
-        rewards: [B], of the answers.
+        logprobs, ref_logprobs: [B], sums over the tokens of each response.
+        rewards: [B], of the responses.
         values: [B], V* of their prompts.
         beta: > 0; the default is the authors'.
 
@@ -262,7 +262,7 @@ def alpha_divergence_dpo_loss(
     https://arxiv.org/abs/2309.16240, where alpha is in (0, 1) and the reward is beta f' of the ratio; a constant in f'
     cancels. TRL's f_alpha_divergence_coef is 1 - alpha and may exceed 1, where f'(0) is finite and the paper's
     derivation of the policy from the reward does not hold. The exponent $-\alpha h$ is clamped as described in the
-    module. As h is a sum over tokens, an answer that has become very unlikely (h < -20 / alpha) gets no gradient; TRL
+    module. As h is a sum over tokens, a response that has become very unlikely (h < -20 / alpha) gets no gradient; TRL
     clamps at 80, which lets gradients reach e^80.
 
     Args:
@@ -287,7 +287,7 @@ def forward_kl_dpo_loss(
 def js_dpo_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1
 ) -> Tensor:
-    r"""DPO with the Jensen-Shannon divergence (f-DPO), whose implicit reward of an answer is bounded from above.
+    r"""DPO with the Jensen-Shannon divergence (f-DPO), whose implicit reward of a response is bounded from above.
 
     $$L = -\log\sigma\big(\beta \log\sigma(h_w) - \beta \log\sigma(h_l)\big)$$
 
@@ -341,31 +341,32 @@ def aot_unpaired_loss(
 
     $$L_i = -\log\sigma(\beta (h_{w,(i)} - h_{l,(i)}))$$
 
-    https://arxiv.org/abs/2406.05882. The log-ratios of good and of bad answers are sorted separately, so there must be
-    equally many of both, but they need not share a prompt. The loss depends on the batch and on its split into
+    https://arxiv.org/abs/2406.05882. The log-ratios of good and of bad responses are sorted separately, so there must
+    be equally many of both, but they need not share a prompt. The loss depends on the batch and on its split into
     micro-batches. For a single pair it is `dpo_loss`.
 
     Args:
         label_smoothing: as in `dpo_loss`.
 
     Returns:
-        [P], one per quantile, from the lowest up (entry i is not answer i), to be minimised.
+        [P], one per quantile, from the lowest up (entry i is not response i), to be minimised.
     """
     h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
     zeros = torch.zeros_like(h_w)
     return dpo_loss(h_w.sort().values, h_l.sort().values, zeros, zeros, beta, label_smoothing)
 
 
-# --- weights of tokens and answers
+# --- weights of tokens and responses
 
 
 def ld_sequence_logprobs(logprobs: Tensor, mask: Tensor, shared_lengths: Tensor, alpha: float = 0.5) -> Tensor:
-    r"""Log-probability of each answer, with less weight on tokens beyond the length of the other answer of the pair.
+    r"""Log-probability of each response, with less weight on tokens beyond the length of the other response of the
+    pair.
 
     $$\sum_{t \le n} \log\pi(y_t | y_{<t}) + \alpha \sum_{t > n} \log\pi(y_t | y_{<t}), \quad n = \min(|y_w|, |y_l|)$$
 
     LD-DPO, https://arxiv.org/abs/2409.06411: `dpo_loss` with these in place of `sequence_logprobs`, of the policy and
-    of the reference. Alpha 1 is `sequence_logprobs`; alpha 0 truncates both answers to the shorter length.
+    of the reference. Alpha 1 is `sequence_logprobs`; alpha 0 truncates both responses to the shorter length.
 
     Args:
         shared_lengths: integer [B], n: `torch.minimum(chosen_mask.sum(1), rejected_mask.sum(1))` for both.
@@ -384,12 +385,12 @@ def ld_sequence_logprobs(logprobs: Tensor, mask: Tensor, shared_lengths: Tensor,
 
 @torch.no_grad()
 def wpo_weights(logprobs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tensor:
-    r"""Weight of each answer: how close its probability is to that of an answer sampled from the policy.
+    r"""Weight of each response: how close its probability is to that of a response sampled from the policy.
 
     $$w = \exp\Big(\frac{1}{|y|} \sum_t \log \frac{\pi(y_t)}{\sum_v \pi(v)^2}\Big)$$
 
     Weighted preference optimisation with sampled alignment, https://arxiv.org/abs/2406.11827; multiply a pair's loss by
-    the weights of both answers: `(w_chosen * w_rejected).clamp(max=1) * dpo_loss(...)`. The authors' code clamps the
+    the weights of both responses: `(w_chosen * w_rejected).clamp(max=1) * dpo_loss(...)`. The authors' code clamps the
     product at 1; TRL does not. Do not use it with `aot_loss`, whose entries are not pairs.
 
     Args:

@@ -34,7 +34,7 @@ def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
 def token_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
     r"""Mean over tokens, every token with the same weight: $\sum_{b,t} m_{b,t} L_{b,t} / \text{total}$.
 
-    DAPO, https://arxiv.org/abs/2503.14476 section 3.3. Long answers weigh more than short ones.
+    DAPO, https://arxiv.org/abs/2503.14476 section 3.3. Long responses weigh more than short ones.
 
     Args:
         loss: [B, T].
@@ -51,7 +51,7 @@ def sequence_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = Non
 
     $$\frac{1}{\text{total}} \sum_b \frac{\sum_t m_{b,t} L_{b,t}}{\sum_t m_{b,t}}$$
 
-    GRPO, https://arxiv.org/abs/2402.03300 eq. 3. A token of a short answer weighs more than one of a long answer.
+    GRPO, https://arxiv.org/abs/2402.03300 eq. 3. A token of a short response weighs more than one of a long response.
 
     Args:
         loss: [B, T], or [B] where the loss is per sequence already.
@@ -83,7 +83,7 @@ def sequence_sum_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None =
 
 
 def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | Tensor | None = None) -> Tensor:
-    r"""Mean over sequences of each sequence's token sum over a constant: no answer weighs more for its length.
+    r"""Mean over sequences of each sequence's token sum over a constant: no response weighs more for its length.
 
     $$\frac{1}{\text{total}} \sum_b \frac{\sum_t m_{b,t} L_{b,t}}{\text{length}}$$
 
@@ -103,7 +103,7 @@ def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | 
 
 
 def prompt_mean(loss: Tensor, mask: Tensor, group_tokens: Tensor, total: float | Tensor | None = None) -> Tensor:
-    r"""Mean over prompts of the mean over all tokens of a prompt's answers: every prompt has the same weight.
+    r"""Mean over prompts of the mean over all tokens of a prompt's responses: every prompt has the same weight.
 
     $$\frac{1}{\text{total}} \sum_{b,t} \frac{m_{b,t} L_{b,t}}{n_{p(b)}}, \quad n_p = \sum_{p(b) = p} \sum_t m_{b,t}$$
 
@@ -111,8 +111,8 @@ def prompt_mean(loss: Tensor, mask: Tensor, group_tokens: Tensor, total: float |
 
     Args:
         loss: [B, T].
-        group_tokens: [B], n: trained tokens of all answers to the row's prompt, from `group_token_counts` of the batch
-            before it is cut.
+        group_tokens: [B], n: trained tokens of all responses to the row's prompt, from `group_token_counts` of the
+            batch before it is cut.
         total: prompts that have a token, over all micro-batches and ranks. None adds up these rows' shares of their
             prompts.
 
@@ -127,10 +127,10 @@ def prompt_mean(loss: Tensor, mask: Tensor, group_tokens: Tensor, total: float |
 
 
 def group_token_counts(mask: Tensor, group_ids: Tensor) -> Tensor:
-    """How many trained tokens all answers to a row's prompt have together, for `prompt_mean`.
+    """How many trained tokens all responses to a row's prompt have together, for `prompt_mean`.
 
     Args:
-        group_ids: integer [B], equal for the answers to one prompt.
+        group_ids: integer [B], equal for the responses to one prompt.
 
     Returns:
         integer [B].
@@ -142,11 +142,11 @@ def group_token_counts(mask: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def preference_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:
-    r"""Mean over pairs of answers, or over single answers, of a loss on preferences: $\sum_i L_i / \text{total}$.
+    r"""Mean over pairs of responses, or over single responses, of a loss on preferences: $\sum_i L_i / \text{total}$.
 
     Args:
-        loss: [P], one per pair, or [B], one per answer.
-        total: pairs, or answers, over all micro-batches and ranks; None counts these.
+        loss: [P], one per pair, or [B], one per response.
+        total: pairs, or responses, over all micro-batches and ranks; None counts these.
 
     Returns:
         0-d.

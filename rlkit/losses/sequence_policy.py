@@ -100,7 +100,7 @@ def luspo_loss(
     clip_low: float = 2e-3,
     clip_high: float = 2.5e-3,
 ) -> Tensor:
-    r"""LUSPO: GSPO's loss times the sequence's length, so that a token's gradient does not shrink in a long answer.
+    r"""LUSPO: GSPO's loss times the sequence's length, so that a token's gradient does not shrink in a long response.
 
     $$L = |y| \cdot L_{GSPO}, \quad |y| = \sum_t m_t$$
 
@@ -226,7 +226,7 @@ def flash_reinforce_loss(
 
     Hu et al. 2026, https://yifanzhang-pro.github.io/FlashREINFORCE/FlashREINFORCE.pdf; `sequence_mean` over all
     sequences, dropped ones too, gives the paper's loss. Its advantages are rewards minus the batch's mean, with one
-    answer per prompt: `dr_grpo_advantages` with one group id for all.
+    response per prompt: `dr_grpo_advantages` with one group id for all.
 
     Args:
         logprobs: [B, T]; finite within the mask.

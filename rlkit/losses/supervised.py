@@ -1,4 +1,4 @@
-r"""Losses on answers that somebody else wrote, and their share beside a policy loss.
+r"""Losses on responses that somebody else wrote, and their share beside a policy loss.
 
 Plain supervised finetuning is `token_mean(-logprobs, mask)`. CHORD mixes it with a policy loss, each reduced by its own
 tokens, with a share that falls over the run:
@@ -24,7 +24,7 @@ def dft_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
     runs away on unlikely tokens; p takes it out. Reduced by `token_mean`.
 
     Args:
-        logprobs: [B, T], of the answer to learn.
+        logprobs: [B, T], of the response to learn.
         mask: bool [B, T], True on its tokens.
     """
     check.per_token(mask, logprobs=logprobs)
@@ -41,7 +41,7 @@ def chord_phi_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
     that it would never write disrupt it. Reduced by `token_mean`, and mixed with a policy loss: see the module.
 
     Args:
-        logprobs: [B, T], of the expert's answer.
+        logprobs: [B, T], of the expert's response.
         mask: bool [B, T], True on its tokens.
     """
     check.per_token(mask, logprobs=logprobs)

@@ -199,10 +199,10 @@ def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: T
     weight: the data may be off-policy, and a token's log-ratio is pulled towards A / beta.
 
     Choices: this is **the paper's DRO-V for a sequence of one token only**. There the squared error $\frac{1}{2} (r - V
-    - \tau \log(\pi / \pi_{ref}))^2$ has the log-ratio of the whole answer, and V is learned as well; with A = r - V and
-    beta = tau its policy gradient is tau times this one. Tinker and verl square the log-ratio of each token, as here.
-    Advantages are the soft advantages of that equation. The default coefficient is that of Tinker's example; verl has
-    no default.
+    - \tau \log(\pi / \pi_{ref}))^2$ has the log-ratio of the whole response, and V is learned as well; with A = r - V
+    and beta = tau its policy gradient is tau times this one. Tinker and verl square the log-ratio of each token, as
+    here. Advantages are the soft advantages of that equation. The default coefficient is that of Tinker's example; verl
+    has no default.
 
     Args:
         old_logprobs: [B, T], of the policy to stay close to: the reference, or the policy that sampled.

@@ -4,7 +4,7 @@ python -m rlkit.mismatch MODEL --rollout vllm [--task TASK | --bundle FOLDER]
 
 The sampler answers the first prompt of the task. Then sampler and trainer each compute the whole sequence in one
 forward pass, with the weights in the model's files. With --bundle (written by --save_rollouts) the sequence is the
-bundle's first answer. The comparison covers pixels, positions, the vision tower, the input of the first layer, each
+bundle's first response. The comparison covers pixels, positions, the vision tower, the input of the first layer, each
 layer and its router, the final norm, the logits, and how log-probabilities are computed from logits. The exit status is
 1 if a part differs by more than rounding.
 """
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--bundle",
         default="",
-        help="folder of a saved step; compares its first answer. MODEL should have the weights of that step",
+        help="folder of a saved step; compares its first response. MODEL should have the weights of that step",
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; default: 1")
-    parser.add_argument("--max_new_tokens", type=int, default=8, help="most tokens in the answer; default: 8")
+    parser.add_argument("--max_new_tokens", type=int, default=8, help="most tokens in the response; default: 8")
     parser.add_argument(
         "--compute_dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on a GPU"
     )
@@ -66,7 +66,7 @@ def run(options: Any) -> list[Part]:
     """
     sample, temperature, longest = None, options.temperature, None
     if options.bundle:  # before the model is loaded, so that a bad bundle is reported at once
-        sample, temperature, longest = _first_answer(options.bundle)
+        sample, temperature, longest = _first_response(options.bundle)
     processor = load_processor(options.model)
     model = load_model(options.model)
     dtype = None if options.compute_dtype == "auto" else getattr(torch, options.compute_dtype)
@@ -94,8 +94,9 @@ def run(options: Any) -> list[Part]:
     return compare_parts(sampler, trainer, sample, engine, logprobs, tolerance)
 
 
-def _first_answer(bundle: str) -> tuple[Sample, float, int | None]:
-    """The first answer of a bundle, the temperature that it was sampled at, and `longest_row` of the run's options."""
+def _first_response(bundle: str) -> tuple[Sample, float, int | None]:
+    """The first response of a bundle, the temperature that it was sampled at, and `longest_row` of the run's
+    options."""
     saved = read_bundle(bundle, updates=False)
     if saved.origin != "rlkit":
         raise ValueError(f"bundle {bundle!r}: expected one of a recipe, got one converted from {saved.origin}")
@@ -103,7 +104,7 @@ def _first_answer(bundle: str) -> tuple[Sample, float, int | None]:
         if draw.samples:
             longest = longest_row(SimpleNamespace(**saved.options))
             return draw.samples[0], draw.sampling.get("temperature", 1.0), longest
-    raise ValueError(f"bundle {bundle!r}: expected answers, got none")
+    raise ValueError(f"bundle {bundle!r}: expected responses, got none")
 
 
 if __name__ == "__main__":

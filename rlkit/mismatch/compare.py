@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 def trainer_parts(engine: Any, sample: Sample) -> tuple[Parts, Tensor]:
-    """The parts of the trainer's forward pass over a sequence, and its log-probabilities of the answer."""
+    """The parts of the trainer's forward pass over a sequence, and its log-probabilities of the response."""
     batch = collate([sample])
     with recorded_parts(engine.base, len(sample.token_ids)) as parts:
         logprobs = engine.infer_batch(batch)["logprobs"][0]
@@ -93,15 +93,15 @@ def _as_prompt(sample: Sample) -> Sample:
 def compare_parts(
     sampler: Parts, trainer: Parts, sample: Sample, engine: Any, logprobs: Tensor, tolerance: float
 ) -> list[Part]:
-    """Compare all parts, in the order of the forward pass, and then the log-probabilities of the answer.
+    """Compare all parts, in the order of the forward pass, and then the log-probabilities of the response.
 
     A part that only one of the two has counts as a difference.
 
     Args:
         sampler, trainer: their parts for the same sequence.
-        sample: the sequence, with the sampler's log-probabilities of the answer.
+        sample: the sequence, with the sampler's log-probabilities of the response.
         engine: the trainer; its temperature and suppressed tokens are used.
-        logprobs: the trainer's log-probabilities of the answer.
+        logprobs: the trainer's log-probabilities of the response.
         tolerance: relative difference that counts as rounding.
     """
     names = [name for name in trainer if name in sampler]
@@ -140,7 +140,7 @@ def _compare(name: str, x: Tensor, y: Tensor, tolerance: float) -> Part:
 def _compare_logprobs(name: str, x: Tensor, y: Tensor, tolerance: float) -> Part:
     gap = (x - y).abs()
     at = int(gap.argmax())
-    where = f"token {at} of the answer: sampler {x[at].item():.4f}, trainer {y[at].item():.4f}"
+    where = f"token {at} of the response: sampler {x[at].item():.4f}, trainer {y[at].item():.4f}"
     return Part(name, gap.max().item(), not gap.max().item() <= 10 * tolerance, where)
 
 

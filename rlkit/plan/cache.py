@@ -22,7 +22,7 @@ def cache_bytes(config: Any, tokens: int) -> int:
 
     Args:
         config: of the transformers model.
-        tokens: prompt and answer.
+        tokens: prompt and response.
 
     Raises:
         ValueError: the family has layers of another kind.

@@ -146,7 +146,7 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int, gpus_per_node: in
 
     The first six accumulate. The others are tried on top of them, and not with each other:
 
-    - a smaller share of the GPU for the sampler: fewer answers at once; or a larger one if it has no room
+    - a smaller share of the GPU for the sampler: fewer responses at once; or a larger one if it has no room
     - a sampler on several ranks' GPUs together: they communicate for each token
     - fused log-probabilities from hidden states: the output layer is computed twice
     - gradient checkpointing: a third more time
@@ -172,7 +172,7 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int, gpus_per_node: in
         options["use_fused_kernels"] = True
     if not cfg.enable_gradient_checkpointing:
         options["enable_gradient_checkpointing"] = True
-    longest = plan.rehearsal.workload.prompt + plan.rehearsal.workload.answer
+    longest = plan.rehearsal.workload.prompt + plan.rehearsal.workload.response
     if cfg.micro_batch_tokens > longest:
         options["micro_batch_tokens"] = longest
     offloaded = min(world, gpus_per_node) * sum(plan.rehearsal.resident.values())
@@ -297,7 +297,7 @@ def _sampler_gpus(plan: Plan, config: Any, world: int, gpus_per_node: int, facto
         return sampler.tensor_parallel
     heads, weights = config.get_text_config().num_attention_heads, sampler.weights * sampler.tensor_parallel
     sync = (sum(plan.phases["weight sync"].values()) - sampler.weights) // factor
-    resident, row = sum(plan.rehearsal.resident.values()) // factor, workload.prompt + workload.answer
+    resident, row = sum(plan.rehearsal.resident.values()) // factor, workload.prompt + workload.response
 
     def fits(gpus: int) -> bool:
         generate = resident + sampler.workspace + sequence_bytes(config, row, gpus)

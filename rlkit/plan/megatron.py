@@ -52,9 +52,9 @@ class MicroBatch:
     """The largest micro-batch of a rank.
 
     Attributes:
-        tokens: in its packed row; a prompt counts once for its answers.
+        tokens: in its packed row; a prompt counts once for its responses.
         scored: tokens whose log-probability is computed.
-        keys: tokens that the row's segments attend to; a prompt counts once for each of its answers.
+        keys: tokens that the row's segments attend to; a prompt counts once for each of its responses.
         prompts: prompts that are computed in it, with their images.
         count: number of micro-batches.
     """
@@ -222,10 +222,10 @@ def largest_micro_batch(workload: Workload, packed: Sequence[PackedRows]) -> Mic
     """The largest of a rank's micro-batches."""
     largest = max(packed, key=lambda one: one.tokens(workload))
     tokens = largest.tokens(workload)
-    repeated = sum(answers for answers in largest.answers if answers > 1)  # a single answer continues its prompt
+    repeated = sum(n for n in largest.responses if n > 1)  # a single response continues its prompt
     return MicroBatch(
         tokens=tokens,
-        scored=largest.rows * workload.answer,
+        scored=largest.rows * workload.response,
         keys=tokens + repeated * workload.prompt,
         prompts=largest.prompts,
         count=len(packed),
@@ -317,7 +317,7 @@ def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch) -> int
     In a mixture of experts, 8 bytes per expert (the router's float32 logits and probabilities) and H + 6 I numbers for
     each expert that the token is routed to, both divided by S, replace the line 5 I / T.
 
-    If a shared prompt is repeated for its answers, or context ranks gather keys and values, these copies are saved,
+    If a shared prompt is repeated for its responses, or context ranks gather keys and values, these copies are saved,
     too: 2 K / T numbers for each of `micro_batch.keys`.
 
     Args:

@@ -51,7 +51,7 @@ class Roles:
         whole_vocabulary: the policy's distributions are compared with the reference's over the whole vocabulary, for
             which each rank has a copy of the reference's output layer.
         kl_in_reward: the rewards contain the KL to the reference, for which the policy scores all rows before training.
-        rows_together: 2 for a recipe that trains on pairs, whose answers are in one micro-batch; otherwise 1.
+        rows_together: 2 for a recipe that trains on pairs, whose responses are in one micro-batch; otherwise 1.
     """
 
     policy: Any = None
@@ -91,7 +91,7 @@ class Rehearsal:
 
     Attributes:
         peaks: bytes by phase and kind.
-        resident: bytes by kind between steps, while answers are sampled.
+        resident: bytes by kind between steps, while responses are sampled.
         host: bytes that the engines keep in host memory between phases.
         parameters: number of parameters of the policy, or of the critic if there is no policy.
         trainable: how many of them are trained.

@@ -65,9 +65,9 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
 def describe_rows(workload: Workload) -> str:
     """The rows of a rank, in words."""
     prompts = f"{_counted(workload.prompts, 'prompt')} of {_counted(workload.prompt, 'token')}"
-    answers = f"{_counted(workload.group_size, 'answer')} of {_counted(workload.answer, 'token')} to each"
+    responses = f"{_counted(workload.group_size, 'response')} of {_counted(workload.response, 'token')} to each"
     drawn = f", of {workload.sampled_prompts} drawn" if workload.more_prompts else ""
-    return f"{prompts} ({workload.image_tokens} of images){drawn}, {answers}"
+    return f"{prompts} ({workload.image_tokens} of images){drawn}, {responses}"
 
 
 def _counted(number: int, noun: str) -> str:
@@ -92,7 +92,7 @@ def describe_servers(sampler: SamplerMemory) -> str:
     assert sampler.servers is not None
     count, gpus = sampler.servers.gpus // sampler.tensor_parallel, _counted(sampler.tensor_parallel, "GPU")
     return (
-        f"servers: {count} on {gpus} each; each generates {_counted(sampler.rows, 'answer')} in a step, "
+        f"servers: {count} on {gpus} each; each generates {_counted(sampler.rows, 'response')} in a step, "
         f"{min(sampler.rows, sampler.sequences)} of them at once"
     )
 
@@ -122,7 +122,7 @@ def _not_read(cfg: Any) -> str:
 
 
 def samples_on_servers(cfg: Any) -> bool:
-    """Whether answers are generated, by servers."""
+    """Whether responses are generated, by servers."""
     return getattr(cfg, "rollout", "") in ("vllm_server", "sglang") and cfg.max_new_tokens > 0
 
 
@@ -216,7 +216,7 @@ def caveats(roles: Roles, plan: Plan) -> list[str]:
 
 
 def samples_ahead(cfg: Any) -> bool:
-    """Whether servers generate the next answers while the trainer trains."""
+    """Whether servers generate the next responses while the trainer trains."""
     return getattr(cfg, "max_staleness", 0) > 0
 
 

@@ -91,8 +91,8 @@ def costs(
 
     With a critic, several optimizer steps on a batch, or a KL in the reward, the policy scores all rows before the
     first optimizer step ("old logprobs"), and so does the critic ("values"). KTO's policy and reference score the
-    answers to other prompts ("baseline"), which take less memory than training. Answers and weights for evaluations are
-    no part of a step.
+    responses to other prompts ("baseline"), which take less memory than training. Responses and weights for evaluations
+    are no part of a step.
 
     Args:
         cfg: options of the recipe.
@@ -128,20 +128,21 @@ def costs(
 
 
 def generation(cfg: Any, config: Any, rehearsal: Rehearsal, sampler: SamplerMemory) -> Cost:
-    """Prefill of each prompt once, then decoding: with A tokens for each of N answers, of which S are decoded at once,
+    """Prefill of each prompt once, then decoding: with A tokens for each of N responses, of which S are decoded at
+    once,
 
         FLOPs   F, with the prompt of each group computed once
         memory  ceil(N / S) A W + N A cache:  one read of the weights for S tokens, one of the cache for each token
 
-    The cache is that of a half-written answer. The GPUs of a vLLM engine share its work equally; what they send each
+    The cache is that of a half-written response. The GPUs of a vLLM engine share its work equally; what they send each
     other is not counted. For servers whose number is not given it assumes one sampling GPU per rank, of the same kind,
-    with room for all answers.
+    with room for all responses.
     """
     workload, gpus = rehearsal.workload, sampler.tensor_parallel
     sequences = max(1, min(sampler.rows, sampler.sequences))
     rounds = -(-sampler.rows // sequences)
-    tokens = min(workload.answer, getattr(cfg, "max_turns", 1) * cfg.max_new_tokens)  # a tool may write the others
-    cache = sequence_bytes(config, workload.prompt + workload.answer // 2, gpus)
+    tokens = min(workload.response, getattr(cfg, "max_turns", 1) * cfg.max_new_tokens)  # a tool may write the others
+    cache = sequence_bytes(config, workload.prompt + workload.response // 2, gpus)
     weights = sampler.weights or HALF * rehearsal.models["policy"].parameters
     flops = rows_flops(config, workload, workload.prompts) * sampler.rows / workload.rows / gpus
     return Cost(flops, rounds * tokens * weights + sampler.rows * tokens * cache)
@@ -254,8 +255,8 @@ def rows_flops(config: Any, workload: Workload, prompts: int, *, head: bool = Tr
     """
     patches = workload.image_patches(config)
     prompt = forward_flops(config, [(workload.prompt, 0)], 0, [patches] if patches else [])
-    answer = forward_flops(config, [(workload.answer, workload.prompt)], workload.answer if head else 0)
-    return prompts * prompt + workload.rows * answer
+    response = forward_flops(config, [(workload.response, workload.prompt)], workload.response if head else 0)
+    return prompts * prompt + workload.rows * response
 
 
 def _rank_flops(role: str, config: Any, case: Case) -> float:

@@ -38,7 +38,7 @@ class SamplerMemory:
         weights, cache: bytes.
         workspace: bytes of vLLM's activations and logits, see `workspace_bytes`.
         sequences: how many an engine decodes at once, at most.
-        rows: answers that an engine generates in a step.
+        rows: responses that an engine generates in a step.
         tensor_parallel: number of GPUs of an engine.
         utilization: largest `gpu_memory_utilization` that the trainer beside vLLM leaves room for; otherwise None.
         share: vLLM's `gpu_memory_utilization`; None if `kv_cache_memory_bytes` has precedence.
@@ -76,7 +76,7 @@ def sampler_memory(
     if cfg.rollout == "hf":  # samples with the trainer's weights, as it computes; the cache may fill the rest
         size = 4 if cfg.compute_dtype == "float32" else HALF
         weights = size * rehearsal.parameters
-        row = (workload.prompt + workload.answer) * cache_bytes_per_token(config, size)
+        row = (workload.prompt + workload.response) * cache_bytes_per_token(config, size)
         free = int((cfg.gpu_memory_utilization or DEFAULT_UTILIZATION) * gpu.memory) - resident - weights
         sequences = max(1, min(workload.sampled_rows, 512, free // row))
         return SamplerMemory(weights, sequences * row, sequences, workload.sampled_rows)
@@ -95,7 +95,7 @@ def sampler_memory(
 
 
 def server_memory(servers: Servers, config: Any, rehearsal: Rehearsal, gpu: Gpu) -> SamplerMemory:
-    """Memory of each GPU of vLLM servers, which share all answers of a step equally.
+    """Memory of each GPU of vLLM servers, which share all responses of a step equally.
 
     Raises:
         ValueError: the GPUs cannot be split like this.
@@ -133,7 +133,7 @@ def vllm_memory(
         config: configuration of the policy.
         workload: rows of one rank.
         parameters: number of parameters of the policy.
-        rows: answers that the engine generates in a step.
+        rows: responses that the engine generates in a step.
         gpu: the GPU.
         share: of the GPU's memory, for weights, workspace and cache together.
         utilization: largest `gpu_memory_utilization` that is possible.
@@ -145,10 +145,10 @@ def vllm_memory(
     gpus, heads = options.get("tensor_parallel_size", 1), config.get_text_config().num_attention_heads
     if heads % gpus:
         raise ValueError(f"tensor_parallel_size: expected a divisor of the {heads} attention heads, got {gpus}")
-    row = workload.prompt + workload.answer
+    row = workload.prompt + workload.response
     longest = options.get("max_model_len") or row
     if longest < row:
-        raise ValueError(f"max_model_len: expected at least the {row} tokens of prompt and answer, got {longest}")
+        raise ValueError(f"max_model_len: expected at least the {row} tokens of prompt and response, got {longest}")
     weights = weight_bytes(config, parameters, options.get("quantization")) // gpus
     most = options.get("max_num_seqs") or default_sequences(gpu)
     workspace = workspace_bytes(config, options.get("max_num_batched_tokens") or default_tokens(gpu), most, gpus)

@@ -11,8 +11,8 @@ import torch
 from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import Batch, Sample, append_response, collate, prompt_sample
 from rlkit.engines.packing.micro_batches import micro_batches
-from rlkit.runs.options import GivenAnswerOptions, SamplingOptions, TrainingOptions
-from rlkit.runs.vllm_options import longest_answer, longest_row
+from rlkit.runs.options import GivenResponseOptions, SamplingOptions, TrainingOptions
+from rlkit.runs.vllm_options import longest_response, longest_row
 from rlkit.vlm.families import PATCH_ROW_FAMILIES, numbers_per_patch
 from rlkit.vlm.loading import has_vision
 from rlkit.vlm.long_rope import usable_context
@@ -22,7 +22,8 @@ TEXT_BESIDE_IMAGE = 64  # text tokens of a prompt with an image, unless --image_
 
 
 def samples_to_train(cfg: TrainingOptions) -> bool:
-    """Whether a step samples the answers that it trains on. Recipes with given answers sample for evaluation only."""
+    """Whether a step samples the responses that it trains on. Recipes with given responses sample for evaluation
+    only."""
     return isinstance(cfg, SamplingOptions)
 
 
@@ -41,16 +42,16 @@ class Workload:
     """Rows of one rank in one step, all of the maximum length.
 
     Attributes:
-        prompt, answer: number of tokens.
+        prompt, response: number of tokens.
         image_tokens: how many tokens of a prompt are those of images, or of videos.
         prompts: number of prompts.
-        group_size: answers to each prompt.
+        group_size: responses to each prompt.
         rows_together: how many of these are always in one micro-batch: both of a pair, otherwise 1.
         more_prompts: how many prompts are sampled besides, and not trained on.
     """
 
     prompt: int
-    answer: int
+    response: int
     image_tokens: int
     prompts: int
     group_size: int
@@ -59,17 +60,17 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Number of answers."""
+        """Number of responses."""
         return self.prompts * self.group_size
 
     @property
     def sampled_prompts(self) -> int:
-        """Number of prompts whose answers are sampled."""
+        """Number of prompts whose responses are sampled."""
         return self.prompts + self.more_prompts
 
     @property
     def sampled_rows(self) -> int:
-        """Number of answers that are sampled."""
+        """Number of responses that are sampled."""
         return self.sampled_prompts * self.group_size
 
     def image_patches(self, config: Any) -> int:
@@ -100,20 +101,20 @@ def longest_batch(
     """
     context = usable_context(config, longest_row(cfg))
     if isinstance(cfg, SamplingOptions):
-        answer = longest_answer(cfg)
-        length = cfg.max_prompt_tokens or context - (answer or context // 2)
-        answer = answer or context - length  # an episode may fill the context
-        if length < 1 or answer < 1 or length + answer > context:
+        response = longest_response(cfg)
+        length = cfg.max_prompt_tokens or context - (response or context // 2)
+        response = response or context - length  # an episode may fill the context
+        if length < 1 or response < 1 or length + response > context:
             name = "max_response_tokens" if getattr(cfg, "max_turns", 1) > 1 else "max_new_tokens"
             raise ValueError(
                 f"max_prompt_tokens + {name}: expected at most {context}, the model's context, got "
-                f"{cfg.max_prompt_tokens} + {answer}"
+                f"{cfg.max_prompt_tokens} + {response}"
             )
     else:
-        longest = (cfg.max_tokens if isinstance(cfg, GivenAnswerOptions) else 0) or context
+        longest = (cfg.max_tokens if isinstance(cfg, GivenResponseOptions) else 0) or context
         if not 1 < longest <= context:
             raise ValueError(f"max_tokens: expected at most {context}, the model's context, got {longest}")
-        length, answer = longest // 2, longest - longest // 2
+        length, response = longest // 2, longest - longest // 2
     if image_tokens is None:
         image_tokens = max(0, length - TEXT_BESIDE_IMAGE) if has_vision(config) else 0
     if image_tokens and not has_vision(config):
@@ -123,16 +124,16 @@ def longest_batch(
     even = image_tokens // 2 * 2  # the image is two tokens high
     prompts = -(-cfg.prompts_per_step // data_parallel_size)
     drawn = -(-getattr(cfg, "gen_batch_size", 0) // data_parallel_size)  # dapo.py trains on some of them
-    answers = getattr(cfg, "group_size", rows_together)
-    return Workload(length, answer, even, prompts, answers, rows_together, max(0, drawn - prompts))
+    responses = getattr(cfg, "group_size", rows_together)
+    return Workload(length, response, even, prompts, responses, rows_together, max(0, drawn - prompts))
 
 
 def with_limited_rows(cfg: Any, config: Any) -> Any:
     """The options, with rows that fill a micro-batch where rows may otherwise fill the model's context.
 
-    Many shorter rows fill a micro-batch too. A run of real rows thus takes about as much memory. If answers leave less
-    than a quarter of a micro-batch, a prompt with its images gets a quarter all the same, and such a row is longer than
-    a micro-batch. The same holds for answers of episodes after long prompts.
+    Many shorter rows fill a micro-batch too. A run of real rows thus takes about as much memory. If responses leave
+    less than a quarter of a micro-batch, a prompt with its images gets a quarter all the same, and such a row is longer
+    than a micro-batch. The same holds for responses of episodes after long prompts.
     """
     context, budget = usable_context(config, longest_row(cfg)), cfg.micro_batch_tokens
     tokens = min(context, budget)
@@ -143,8 +144,8 @@ def with_limited_rows(cfg: Any, config: Any) -> Any:
     if getattr(cfg, "max_turns", 1) > 1 and not cfg.max_response_tokens:
         cfg = replace(cfg, max_response_tokens=left_by(cfg.max_prompt_tokens or tokens // 2))
     if isinstance(cfg, SamplingOptions) and not cfg.max_prompt_tokens:
-        cfg = replace(cfg, max_prompt_tokens=left_by(longest_answer(cfg)))
-    if isinstance(cfg, GivenAnswerOptions) and not cfg.max_tokens:
+        cfg = replace(cfg, max_prompt_tokens=left_by(longest_response(cfg)))
+    if isinstance(cfg, GivenResponseOptions) and not cfg.max_tokens:
         cfg = replace(cfg, max_tokens=tokens)
     return cfg
 
@@ -153,30 +154,30 @@ class PackedRows(NamedTuple):
     """Rows of a micro-batch.
 
     Attributes:
-        answers: for each prompt that is computed in it, the number of its answers.
+        responses: for each prompt that is computed in it, the number of its responses.
     """
 
-    answers: tuple[int, ...]
+    responses: tuple[int, ...]
 
     @property
     def prompts(self) -> int:
         """How many prompts, with their images, are computed."""
-        return len(self.answers)
+        return len(self.responses)
 
     @property
     def rows(self) -> int:
-        """Number of answers."""
-        return sum(self.answers)
+        """Number of responses."""
+        return sum(self.responses)
 
     def tokens(self, workload: Workload) -> int:
         """Number of tokens that are computed."""
-        return self.prompts * workload.prompt + self.rows * workload.answer
+        return self.prompts * workload.prompt + self.rows * workload.response
 
 
 def packed_rows(workload: Workload, budget: int, *, share_prompts: bool) -> list[PackedRows]:
     """All micro-batches of a rank, as `rlkit.engines.packing.micro_batches` makes them.
 
-    A prompt counts once for its answers. If these have more tokens than the budget they are split, and each part
+    A prompt counts once for its responses. If these have more tokens than the budget they are split, and each part
     computes the prompt again. Both rows of a pair are in one micro-batch, where the budget counts their prompt twice.
 
     Args:
@@ -184,18 +185,18 @@ def packed_rows(workload: Workload, budget: int, *, share_prompts: bool) -> list
         budget: `micro_batch_tokens`.
         share_prompts: as in the engine.
     """
-    prompt, answer, pair = workload.prompt, workload.answer, workload.rows_together
-    parts: list[tuple[int, ...]]  # that stay in one micro-batch: the answers to each prompt that is computed
+    prompt, response, pair = workload.prompt, workload.response, workload.rows_together
+    parts: list[tuple[int, ...]]  # that stay in one micro-batch: the responses to each prompt that is computed
     if pair > 1:
         parts = [(pair,) if share_prompts else (1,) * pair] * (workload.rows // pair)
-        costs = [pair * (prompt + answer)] * len(parts)
+        costs = [pair * (prompt + response)] * len(parts)
     else:
-        group = [answer] * (workload.group_size if share_prompts else 1)
+        group = [response] * (workload.group_size if share_prompts else 1)
         split = [len(rows) for rows in token_budget_batches(group, max(1, budget - prompt))]
-        parts = [(answers,) for answers in split * (workload.rows // len(group))]
-        costs = [prompt + answers * answer for (answers,) in parts]
+        parts = [(responses,) for responses in split * (workload.rows // len(group))]
+        costs = [prompt + responses * response for (responses,) in parts]
     batches = token_budget_batches(costs, budget)
-    return [PackedRows(tuple(answers for i in batch for answers in parts[i])) for batch in batches]
+    return [PackedRows(tuple(responses for i in batch for responses in parts[i])) for batch in batches]
 
 
 def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share_prompts: bool) -> Batch:
@@ -209,7 +210,7 @@ def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share
         budget: `micro_batch_tokens`.
         share_prompts: as in the engine.
     """
-    rows_needed = 2 * (budget // max(1, workload.answer) + 1)
+    rows_needed = 2 * (budget // max(1, workload.response) + 1)
     prompts = min(workload.prompts, rows_needed // workload.group_size + 1)
     samples = [row for number in range(prompts) for row in _group(workload, config, number)]
     batch = collate(samples)
@@ -220,7 +221,7 @@ def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share
 
 
 def _group(workload: Workload, config: Any, number: int) -> Sequence[Sample]:
-    """The answers to one prompt. Its tokens depend on `number`, so different groups do not share a prompt.
+    """The responses to one prompt. Its tokens depend on `number`, so different groups do not share a prompt.
 
     Images of a family whose patch layout is not known are text tokens here, which the tower does not encode.
     """
@@ -238,6 +239,6 @@ def _group(workload: Workload, config: Any, number: int) -> Sequence[Sample]:
         ids += text * workload.image_tokens
     question = prompt_sample(ids, vision=vision, group_id=number)
     return [
-        append_response(question, ordinary[:1] * workload.answer, [0.0] * workload.answer)
+        append_response(question, ordinary[:1] * workload.response, [0.0] * workload.response)
         for _ in range(workload.group_size)
     ]

@@ -159,7 +159,7 @@ class DPOTrainer(TrlDPOTrainer):
 
     Args:
         loss: a function that returns [P], such as `ipo_loss` or `simpo_loss`. Its arguments may be chosen, rejected,
-            ref_chosen, ref_rejected (log-probabilities of the answers, [P]), chosen_lengths and rejected_lengths
+            ref_chosen, ref_rejected (log-probabilities of the responses, [P]), chosen_lengths and rejected_lengths
             (numbers of tokens). The reference model runs only if the loss has ref_chosen. None: TRL's loss.
         others: arguments of TRL's DPOTrainer.
 
@@ -199,7 +199,7 @@ class DPOTrainer(TrlDPOTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _reference(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """[P] each: the log-probabilities of chosen and rejected answers under the reference."""
+        """[P] each: the log-probabilities of chosen and rejected responses under the reference."""
         if self.precompute_ref_logps:
             return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
         return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)

@@ -13,7 +13,7 @@ This module translates between verl's conventions and rlkit's:
 - `rollout_is_weights` multiply the loss of each token.
 - verl's `agg_loss` reduces the loss, by `loss_agg_mode` and with the counts of the global batch. It multiplies by the
   number of data-parallel ranks, because FSDP averages gradients over them.
-- verl's rewards are per token. An advantage of whole answers gets their sum. Groups are given by the prompts' ids.
+- verl's rewards are per token. An advantage of whole responses gets their sum. Groups are given by the prompts' ids.
 
 To register another function, or other values, name a module of yours in `VERL_USE_EXTERNAL_MODULES`:
 

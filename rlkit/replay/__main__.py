@@ -2,10 +2,10 @@
 
 python -m rlkit.replay runs/NAME/rollouts/step_12 [--recipe FILE] [--checkpoint DIR] [options of the recipe]
 
-The saved answers are scored again, and the recipe's file computes advantages, loss and gradient from them. The weights
-come from the run's newest checkpoint before this step, or from the initial model. Steps in between are recomputed from
-their bundles. Options of the recipe, such as --model or --task, override the saved ones, for example where files have
-other paths on this machine. The exit status is 1 if something differs.
+The saved responses are scored again, and the recipe's file computes advantages, loss and gradient from them. The
+weights come from the run's newest checkpoint before this step, or from the initial model. Steps in between are
+recomputed from their bundles. Options of the recipe, such as --model or --task, override the saved ones, for example
+where files have other paths on this machine. The exit status is 1 if something differs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def replay(path: Path, recorded: Bundle, recipe: str, checkpoint: str, arguments: Sequence[str]) -> Bundle:
-    """Run the recipe on the saved answers, on this machine, and return the new bundle with the rows of all ranks.
+    """Run the recipe on the saved responses, on this machine, and return the new bundle with the rows of all ranks.
 
     Raises:
         ValueError: the recipe, the checkpoint or a bundle is missing, or the recipe does not have an option.
@@ -144,7 +144,7 @@ def _link(source: Path, target: Path) -> None:
 def _of_all_ranks(replayed: Replay) -> Bundle:
     """The last bundle, with the rows of all ranks."""
     if not replayed.bundles:
-        raise ValueError("bundle: expected a recipe that trains on its answers, got one that recorded no step")
+        raise ValueError("bundle: expected a recipe that trains on its responses, got one that recorded no step")
     gathered = [replayed.bundles[-1]]
     if dist.is_initialized() and dist.get_world_size() > 1:
         gathered = gathered * dist.get_world_size()

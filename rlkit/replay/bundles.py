@@ -31,13 +31,13 @@ SAMPLE_FACTS = ("group_id", "number", "text", "finish_reason", "version")
 
 @dataclass
 class Draw:
-    """One call of the sampler, with the answers to its prompts.
+    """One call of the sampler, with the responses to its prompts.
 
     Attributes:
-        samples: all answers with their rewards; the reward is nan if the answer could not be scored.
+        samples: all responses with their rewards; the reward is nan if the response could not be scored.
         sampling: fields of `rlkit.rollout.Sampling`.
-        phase: the phase of the run in which the answers were generated.
-        prompts: the prompts. They are not saved, because each answer begins with its prompt.
+        phase: the phase of the run in which the responses were generated.
+        prompts: the prompts. They are not saved, because each response begins with its prompt.
     """
 
     samples: list[Sample]
@@ -153,7 +153,8 @@ _PLAIN = ("step", "origin", "recipe", "recipe_sha256", "task", "options", "versi
 
 
 def read_bundle(path: str | Path, *, updates: bool = True) -> Bundle:
-    """Read a bundle with the rows of all ranks. Samples are sorted by group id, batches by group id and answer number.
+    """Read a bundle with the rows of all ranks. Samples are sorted by group id, batches by group id and response
+    number.
 
     Args:
         path: folder of the bundle, or one of its JSON files.
@@ -182,7 +183,7 @@ def read_bundle(path: str | Path, *, updates: bool = True) -> Bundle:
 
 
 def merge_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the batches of several ranks, padded to the widest one and sorted by group id and answer number."""
+    """Concatenate the batches of several ranks, padded to the widest one and sorted by group id and response number."""
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     width = max(part["mask"].shape[1] for part in parts)
 
@@ -207,7 +208,8 @@ def digest(x: Tensor) -> str:
 
 
 class _Tensors:
-    """Collects the tensors of a file. Equal images and vision tensors, as of answers to one prompt, are saved once."""
+    """Collects the tensors of a file. Equal images and vision tensors, as of responses to one prompt, are saved
+    once."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Tensor] = {}

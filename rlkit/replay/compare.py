@@ -90,7 +90,7 @@ def _compare_prompts(answered: dict[int, Sample], prompts: dict[int, Sample]) ->
 
 
 def _compare_pixels(answered: dict[int, Sample], prompts: dict[int, Sample]) -> Quantity:
-    """The processor's output for images. Answers whose later turns added images are not compared."""
+    """The processor's output for images. Responses whose later turns added images are not compared."""
     for group, sample in answered.items():
         prompt = prompts.get(group)
         if prompt is None or sum(map(len, prompt.placeholders.values())) != sum(map(len, sample.placeholders.values())):
@@ -111,7 +111,8 @@ def _compare_rewards(old: Sequence[Sample], new: Sequence[Sample]) -> Quantity:
         reward = torch.tensor(sample.reward, dtype=torch.float32).item()  # the dtype of batches
         other = computed.get(key, float("nan"))
         if reward != other and not (reward != reward and other != other):
-            words = f"prompt {key[0]}, answer {key[1]} ({sample.text[:60]!r}): recorded {reward:g}, computed {other:g}"
+            which = f"prompt {key[0]}, response {key[1]} ({sample.text[:60]!r})"
+            words = f"{which}: recorded {reward:g}, computed {other:g}"
             return Quantity("rewards", True, abs(reward - other), words)
     return Quantity("rewards", False, 0.0)
 
@@ -144,7 +145,7 @@ def _compare_tensors(name: str, x: Tensor, y: Tensor, update: Update, tolerance:
     gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, gap)
     at = [int(i) for i in torch.unravel_index(gap.nan_to_num(nan=torch.inf).argmax(), gap.shape)]
     group = f"prompt {int(update.fields['group_ids'][at[0]])}" if "group_ids" in update.fields else f"row {at[0]}"
-    number = f", answer {int(update.fields['numbers'][at[0]])}" if "numbers" in update.fields else ""
+    number = f", response {int(update.fields['numbers'][at[0]])}" if "numbers" in update.fields else ""
     token = f", token {at[1]}" if len(at) > 1 else ""
     where = f"{group}{number}{token}: recorded {x[tuple(at)].item():.6g}, computed {y[tuple(at)].item():.6g}"
     return Quantity(name, not _close(x, y, tolerance), gap.max().item(), where)

@@ -4,9 +4,9 @@ python -m rlkit.replay.dumps verl DIR OUT --model MODEL [--task TASK]   # verl: 
 python -m rlkit.replay.dumps trl DIR OUT --model MODEL [--task TASK]    # TRL: log_completions=True, DIR/completions
 
 Both trainers log text, without token ids, log-probabilities and images. With --task, each prompt is looked up among the
-task's rows and encoded from its row, with its images; answers to the task's held-out rows are left out. Without it,
+task's rows and encoded from its row, with its images; responses to the task's held-out rows are left out. Without it,
 TRL's messages go through the model's chat template, and text is tokenized as it is. verl drops the template's special
-tokens, so give --task for its dumps. Answers are tokenized again. They get an end token, which neither trainer logs,
+tokens, so give --task for its dumps. Responses are tokenized again. They get an end token, which neither trainer logs,
 unless they are --max_new_tokens long. Since the sampler's log-probabilities are unknown, a recipe that reads the
 bundles computes them with its own trainer.
 """
@@ -36,17 +36,17 @@ NOT_REWARDS = ("step", "advantage")
 
 @dataclass(frozen=True)
 class Logged:
-    """One answer of a dump.
+    """One response of a dump.
 
     Attributes:
         prompt: text, or a list of chat messages.
-        answer: text of the response.
+        response: text of the response.
         reward: nan if unknown.
         truth: the expected answer, if the dump has it.
     """
 
     prompt: str | Sequence[Mapping[str, Any]]
-    answer: str
+    response: str
     reward: float
     truth: Any = None
 
@@ -55,8 +55,8 @@ class Converted(NamedTuple):
     """What `convert` did.
 
     Attributes:
-        bundles: number of bundles written, one per step that has answers.
-        held_out: number of answers left out because their prompts are held-out rows.
+        bundles: number of bundles written, one per step that has responses.
+        held_out: number of responses left out because their prompts are held-out rows.
         skipped: an error message for each row of the task that could not be encoded.
     """
 
@@ -66,7 +66,7 @@ class Converted(NamedTuple):
 
 
 def read_verl(folder: str | Path) -> Iterator[list[Logged]]:
-    """The answers of each step in verl's `trainer.rollout_data_dir`: 1.jsonl, 2.jsonl, ...
+    """The responses of each step in verl's `trainer.rollout_data_dir`: 1.jsonl, 2.jsonl, ...
 
     Raises:
         ValueError: there are no such files, or a line lacks `input`, `output` or `score`.
@@ -88,7 +88,8 @@ def read_verl(folder: str | Path) -> Iterator[list[Logged]]:
 
 
 def read_trl(folder: str | Path) -> Iterator[list[Logged]]:
-    """The answers of each step in TRL's `completions_00001.parquet`, ...; the reward is the sum of all reward columns.
+    """The responses of each step in TRL's `completions_00001.parquet`, ...; the reward is the sum of all reward
+    columns.
 
     Raises:
         ValueError: there are no such files, or one lacks the column `prompt` or `completion`.
@@ -111,10 +112,10 @@ def read_trl(folder: str | Path) -> Iterator[list[Logged]]:
 def _logged_by_trl(row: Mapping[str, Any]) -> Logged:
     parts = [x for name, x in row.items() if name not in NOT_REWARDS and isinstance(x, float)]
     known = [x for x in parts if not math.isnan(x)]
-    return Logged(row["prompt"], _answer_text(row["completion"]), sum(known) if known else math.nan)
+    return Logged(row["prompt"], _response_text(row["completion"]), sum(known) if known else math.nan)
 
 
-def _answer_text(completion: Any) -> str:
+def _response_text(completion: Any) -> str:
     """The text of a completion: a text, or a list with one message of the assistant.
 
     Raises:
@@ -143,36 +144,36 @@ def convert(
     """Write one bundle per step.
 
     Args:
-        steps: logged answers of each step.
+        steps: logged responses of each step.
         out: output folder, for --from_rollouts.
         processor: processor or tokenizer of the model to be trained.
         origin: "verl" or "TRL".
         rows: rows of the task that the prompts come from; if empty, prompts are tokenized as they were logged.
-        heldout: the task's held-out rows; answers to them are left out.
-        ends: token ids that end an answer of the model, if the tokenizer's is not the only one.
-        max_new_tokens: answers of this length were truncated, and get no end token. 0: no answer was truncated.
+        heldout: the task's held-out rows; responses to them are left out.
+        ends: token ids that end a response of the model, if the tokenizer's is not the only one.
+        max_new_tokens: responses of this length were truncated, and get no end token. 0: no response was truncated.
 
     Raises:
         ValueError: a prompt matches no row, or several rows.
     """
     (index, skipped), (held_out, more) = _by_text(processor, rows), _by_text(processor, heldout)
-    end = _end_of_answers(processor, ends)
+    end = _end_of_responses(processor, ends)
     count, left_out = 0, 0
     for step in steps:
         groups: dict[str, list[Logged]] = {}
         for logged in step:
             groups.setdefault(json.dumps(logged.prompt, default=str), []).append(logged)
         samples = []
-        for group_id, answers in enumerate(groups.values()):
-            prompt = _encoded(processor, answers[0])
+        for group_id, responses in enumerate(groups.values()):
+            prompt = _encoded(processor, responses[0])
             if len(rows):
                 key = _key(processor, prompt)
                 if key not in index and key in held_out:
-                    left_out += len(answers)
+                    left_out += len(responses)
                     continue
-                prompt = _of_row(answers[0], index.get(key, []))
-            for number, logged in enumerate(answers):
-                answered = _answered(processor, prompt, logged.answer, end, max_new_tokens)
+                prompt = _of_row(responses[0], index.get(key, []))
+            for number, logged in enumerate(responses):
+                answered = _with_response(processor, prompt, logged.response, end, max_new_tokens)
                 samples.append(replace(answered, group_id=group_id, number=number, reward=logged.reward))
         if samples:
             write_bundle(bundle_path(out, count), Bundle(count, origin=origin, draws=[Draw(samples)]))
@@ -190,7 +191,7 @@ def _by_text(processor: Any, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[st
 
 
 def _encoded(processor: Any, logged: Logged) -> Sample:
-    """The prompt of a logged answer as it was logged."""
+    """The prompt of a logged response as it was logged."""
     if not isinstance(logged.prompt, str):
         return encode_prompt(processor, {"messages": logged.prompt, "answer": logged.truth})
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -212,17 +213,17 @@ def _key(processor: Any, sample: Sample) -> str:
     return " ".join(tokenizer.decode(sample.token_ids, skip_special_tokens=True).split())
 
 
-def _end_of_answers(processor: Any, ends: Sequence[int]) -> int:
-    """The token with which the model's chat template ends an answer, or the tokenizer's without a template."""
+def _end_of_responses(processor: Any, ends: Sequence[int]) -> int:
+    """The token with which the model's chat template ends a response, or the tokenizer's without a template."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    question, answer = ({"role": role, "content": "Hello"} for role in ("user", "assistant"))
+    question, response = ({"role": role, "content": "Hello"} for role in ("user", "assistant"))
     try:
-        return assistant_turn(processor, {}, [question], answer, ends, prefix="", name="answer").ids[-1]
+        return assistant_turn(processor, {}, [question], response, ends, prefix="", name="response").ids[-1]
     except ValueError:
         return end_token(tokenizer, ends)
 
 
-def _answered(processor: Any, prompt: Sample, text: str, end: int, max_new_tokens: int) -> Sample:
+def _with_response(processor: Any, prompt: Sample, text: str, end: int, max_new_tokens: int) -> Sample:
     tokenizer = getattr(processor, "tokenizer", processor)
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     cut = bool(max_new_tokens) and len(tokens) >= max_new_tokens
@@ -240,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", help="folder for the bundles")
     parser.add_argument("--model", required=True, help="model to be trained; its tokenizer and chat template are used")
     parser.add_argument("--task", default="", help="task that the prompts come from, see docs/tasks.md")
-    parser.add_argument("--max_new_tokens", type=int, default=0, help="answers of this length were truncated; 0: none")
+    parser.add_argument("--max_new_tokens", type=int, default=0, help="responses this long were truncated; 0: none")
     options = parser.parse_args(arguments)
     with one_sentence_errors("dumps"):
         steps = read_verl(options.dump) if options.trainer == "verl" else read_trl(options.dump)
@@ -260,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if done.skipped:
         print(f"rows of {options.task} that were skipped: {len(done.skipped)}, the first because of: {done.skipped[0]}")
     if done.held_out:
-        print(f"answers to held-out rows of {options.task}, left out: {done.held_out}")
+        print(f"responses to held-out rows of {options.task}, left out: {done.held_out}")
     count = done.bundles
     print(f"{count} bundles in {options.out}; train on them with --from_rollouts {options.out} --steps {count}")
 

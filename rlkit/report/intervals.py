@@ -51,7 +51,7 @@ def intervals(found: Mapping[str, Any], rows: Any, when: str = "") -> dict[str, 
 
     Results whose names contain one of `LOSSES` get mean ± 1.96 * error. All others are taken for mean rewards or
     shares, also those of other tools such as `acc`, and get `confidence_interval`. The number of values is NAME_rows,
-    the rows that NAME is the mean of: `accuracy` that of the rows whose greedy answer was scored, the mean reward of
+    the rows that NAME is the mean of: `accuracy` that of the rows whose greedy response was scored, the mean reward of
     samples that of the rows with a scored sample, and pass@k that of the rows with at least k scored samples. Without
     a NAME_rows, as in results of other tools and of earlier runs, it is `rows`.
 

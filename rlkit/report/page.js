@@ -1,4 +1,4 @@
-// Builds the page from its data: curves (with uPlot), answers, metrics, options. Text is inserted by textContent only.
+// Builds the page from its data: curves (with uPlot), responses, metrics, options. Text is inserted by textContent only.
 "use strict";
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
@@ -110,7 +110,7 @@ function chart(name, label) {
   plot.over.addEventListener("mouseup", keepZoom);
   plot.over.addEventListener("dblclick", keepZoom);
   plot.over.addEventListener("click", () => {
-    if (!plot.select.width && plot.cursor.idx != null) showAnswersOfStep(columns[0][plot.cursor.idx]);
+    if (!plot.select.width && plot.cursor.idx != null) showResponsesOfStep(columns[0][plot.cursor.idx]);
   });
   charts.push({ name, plot, frame });
   return frame;
@@ -170,15 +170,15 @@ function bindCurves() {
   addEventListener("resize", fit);
 }
 
-// --- answers
+// --- responses
 
-const scored = (record) => record.answers.map((answer) => answer.reward).filter((x) => typeof x === "number");
+const scored = (record) => record.responses.map((response) => response.reward).filter((x) => typeof x === "number");
 const mean = (xs) => xs.length ? xs.reduce((a, b) => a + b, 0) / xs.length : null;
 const promptKey = (record) => JSON.stringify([record.question, record.expected, record.images, record.audios]);
 let shownPrompts = PROMPTS_AT_ONCE;
 
 function matching() {
-  const records = DATA.runs[choice.run]?.answers.prompts || [];
+  const records = DATA.runs[choice.run]?.responses.prompts || [];
   const text = choice.text.toLowerCase();
   return records.filter((record) => {
     const rewards = scored(record), average = mean(rewards);
@@ -188,10 +188,10 @@ function matching() {
       && (!choice.prompt || promptKey(record) === choice.prompt)
       && (choice.rewards !== "differ" || differ)
       && (choice.rewards !== "equal" || (!differ && rewards.length > 0))
-      && (choice.rewards !== "unscored" || rewards.length < record.answers.length)
+      && (choice.rewards !== "unscored" || rewards.length < record.responses.length)
       && (choice.low === "" || (average !== null && average >= Number(choice.low)))
       && (choice.high === "" || (average !== null && average <= Number(choice.high)))
-      && (!text || [record.question, ...record.answers.map((answer) => answer.text)].some((x) => x.toLowerCase().includes(text)));
+      && (!text || [record.question, ...record.responses.map((response) => response.text)].some((x) => x.toLowerCase().includes(text)));
   });
 }
 
@@ -204,23 +204,23 @@ const ORDERS = {
   prompt: (a, b) => promptKey(a) < promptKey(b) ? -1 : promptKey(a) > promptKey(b) ? 1 : a.step - b.step,
 };
 
-function answerTable(answers) {
-  const parts = [...new Set(answers.flatMap((answer) => Object.keys(answer.parts || {})))];
-  const head = ["reward", ...parts, "answer", "tokens"].map((name) => element("th", { textContent: name }));
-  const rows = [...answers].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)).map((answer) => {
-    const state = answer.reward == null ? "none" : answer.reward > 0 ? "high" : "";
-    const cut = answer.finish_reason === "length" ? " … (cut)" : "";
+function responseTable(responses) {
+  const parts = [...new Set(responses.flatMap((response) => Object.keys(response.parts || {})))];
+  const head = ["reward", ...parts, "response", "tokens"].map((name) => element("th", { textContent: name }));
+  const rows = [...responses].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)).map((response) => {
+    const state = response.reward == null ? "none" : response.reward > 0 ? "high" : "";
+    const cut = response.finish_reason === "length" ? " … (cut)" : "";
     return element("tr", {},
-      element("td", { className: `number reward ${state}`, textContent: answer.reward == null ? "not scored" : figure(answer.reward) }),
-      ...parts.map((name) => element("td", { className: "number", textContent: figure(answer.parts?.[name]) })),
-      element("td", {}, element("div", { className: "answer-text", textContent: answer.text + cut })),
-      element("td", { className: "number", textContent: figure(answer.tokens) }));
+      element("td", { className: `number reward ${state}`, textContent: response.reward == null ? "not scored" : figure(response.reward) }),
+      ...parts.map((name) => element("td", { className: "number", textContent: figure(response.parts?.[name]) })),
+      element("td", {}, element("div", { className: "response-text", textContent: response.text + cut })),
+      element("td", { className: "number", textContent: figure(response.tokens) }));
   });
   return element("table", {}, element("tr", {}, ...head), ...rows);
 }
 
 function audioPlayer({ file, seconds }) {
-  const { audios, audio_seconds } = DATA.runs[choice.run].answers;
+  const { audios, audio_seconds } = DATA.runs[choice.run].responses;
   const length = `audio of ${figure(seconds)} s`;
   const caption = (text) => element("div", { className: "where", textContent: text });
   if (!audios[file]) return [caption(file ? `${length}, not on this page: ${file}` : length)];
@@ -233,7 +233,7 @@ function promptCard(record) {
   const average = mean(scored(record));
   left.append(element("div", { className: "where", textContent: `${record.kind}, step ${record.step} · mean reward ${figure(average)}` }));
   for (const name of record.images) {
-    const url = DATA.runs[choice.run].answers.images[name];
+    const url = DATA.runs[choice.run].responses.images[name];
     if (!url) continue;
     const image = element("img", { src: url, alt: "image of the prompt" });
     image.addEventListener("load", () => image.classList.toggle("small", image.naturalWidth <= 64));
@@ -242,54 +242,54 @@ function promptCard(record) {
   for (const audio of record.audios) left.append(...audioPlayer(audio));
   left.append(element("div", { className: "question", textContent: record.question }));
   if (record.expected) left.append(element("div", { className: "expected", textContent: `expected: ${record.expected}` }));
-  const others = DATA.runs[choice.run].answers.prompts.filter((other) => promptKey(other) === promptKey(record)).length;
+  const others = DATA.runs[choice.run].responses.prompts.filter((other) => promptKey(other) === promptKey(record)).length;
   if (others > 1 && !choice.prompt) {
     const same = element("button", { type: "button", textContent: `this prompt in all ${others} places` });
-    same.addEventListener("click", () => { Object.assign(choice, NO_FILTERS, { prompt: promptKey(record), order: "oldest" }); showAnswers(); });
+    same.addEventListener("click", () => { Object.assign(choice, NO_FILTERS, { prompt: promptKey(record), order: "oldest" }); showResponses(); });
     left.append(same);
   }
-  return element("article", { className: record.answers.length > 1 ? "prompt several" : "prompt" }, left, answerTable(record.answers));
+  return element("article", { className: record.responses.length > 1 ? "prompt several" : "prompt" }, left, responseTable(record.responses));
 }
 
 const NO_FILTERS = { kind: "", step: "", rewards: "", low: "", high: "", text: "", prompt: "" };
-const CONTROLS = { "answer-run": "run", "answer-kind": "kind", "answer-step": "step", "answer-rewards": "rewards", "reward-low": "low", "reward-high": "high", "answer-text": "text", "answer-order": "order" };
+const CONTROLS = { "response-run": "run", "response-kind": "kind", "response-step": "step", "response-rewards": "rewards", "reward-low": "low", "reward-high": "high", "response-text": "text", "response-order": "order" };
 
-function showAnswers() {
+function showResponses() {
   keepChoice();
-  const answers = DATA.runs[choice.run]?.answers || { prompts: [], kept: 0 };
+  const responses = DATA.runs[choice.run]?.responses || { prompts: [], kept: 0 };
   const options = (id, values) => byId(id).replaceChildren(...values.map(([value, textContent]) => element("option", { value, textContent })));
-  options("answer-run", DATA.runs.map((run, i) => [i, run.name]));
-  options("answer-kind", [["", "training and held-out prompts"], ["training", "training prompts"], ["held-out", "held-out prompts"]]);
-  options("answer-step", [["", "all"], ...[...new Set(answers.prompts.map((record) => record.step))].sort((a, b) => b - a).map((step) => [step, step])]);
+  options("response-run", DATA.runs.map((run, i) => [i, run.name]));
+  options("response-kind", [["", "training and held-out prompts"], ["training", "training prompts"], ["held-out", "held-out prompts"]]);
+  options("response-step", [["", "all"], ...[...new Set(responses.prompts.map((record) => record.step))].sort((a, b) => b - a).map((step) => [step, step])]);
   byId("run-choice").hidden = DATA.runs.length < 2;
   for (const [id, name] of Object.entries(CONTROLS)) byId(id).value = choice[name];
   const found = matching().sort(ORDERS[choice.order]);
-  const shown = answers.prompts.length;
-  const thinned = shown < answers.kept ? ` samples.jsonl has ${answers.kept}.` : "";
-  byId("answer-count").textContent = shown ? `${found.length} of the ${shown} prompts on this page.${thinned}` : "No answers were kept.";
-  byId("answer-list").replaceChildren(...found.slice(0, shownPrompts).map(promptCard));
-  byId("more-answers").hidden = found.length <= shownPrompts;
+  const shown = responses.prompts.length;
+  const thinned = shown < responses.kept ? ` samples.jsonl has ${responses.kept}.` : "";
+  byId("response-count").textContent = shown ? `${found.length} of the ${shown} prompts on this page.${thinned}` : "No responses were kept.";
+  byId("response-list").replaceChildren(...found.slice(0, shownPrompts).map(promptCard));
+  byId("more-responses").hidden = found.length <= shownPrompts;
 }
 
-function showAnswersOfStep(step) { // the nearest step whose answers were kept
-  const steps = (DATA.runs[choice.run]?.answers.prompts || []).filter((record) => record.kind === "training").map((record) => record.step);
+function showResponsesOfStep(step) { // the nearest step whose responses were kept
+  const steps = (DATA.runs[choice.run]?.responses.prompts || []).filter((record) => record.kind === "training").map((record) => record.step);
   if (!steps.length) return;
   const nearest = steps.reduce((a, b) => Math.abs(b - step) < Math.abs(a - step) ? b : a);
   Object.assign(choice, NO_FILTERS, { kind: "training", step: String(nearest) });
   shownPrompts = PROMPTS_AT_ONCE;
-  showAnswers();
-  byId("answers").scrollIntoView();
+  showResponses();
+  byId("responses").scrollIntoView();
 }
 
-function bindAnswers() {
+function bindResponses() {
   for (const [id, name] of Object.entries(CONTROLS)) byId(id).addEventListener("input", (event) => {
     if (name === "run") Object.assign(choice, NO_FILTERS);
     choice[name] = name === "run" ? Number(event.target.value) : event.target.value;
     shownPrompts = PROMPTS_AT_ONCE;
-    showAnswers();
+    showResponses();
   });
-  byId("all-answers").addEventListener("click", () => { Object.assign(choice, NO_FILTERS); showAnswers(); });
-  byId("more-answers").addEventListener("click", () => { shownPrompts += PROMPTS_AT_ONCE; showAnswers(); });
+  byId("all-responses").addEventListener("click", () => { Object.assign(choice, NO_FILTERS); showResponses(); });
+  byId("more-responses").addEventListener("click", () => { shownPrompts += PROMPTS_AT_ONCE; showResponses(); });
 }
 
 // --- all metrics and options
@@ -339,7 +339,7 @@ function showOptions() {
 showHead();
 bindCurves();
 showCurves();
-bindAnswers();
-showAnswers();
+bindResponses();
+showResponses();
 showNumbers();
 showOptions();

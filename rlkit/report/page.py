@@ -1,6 +1,6 @@
 """One self-contained HTML page of one or several runs.
 
-The page contains its data as JSON, from which `page.js` builds everything. Answers are untrusted: the script inserts
+The page contains its data as JSON, from which `page.js` builds everything. Responses are untrusted: the script inserts
 them as text only, and the page's content security policy allows its own two scripts and nothing else.
 """
 
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.report.answers import answers_for_page
 from rlkit.report.curves import grouped, is_number, numbers
 from rlkit.report.intervals import MEAN_SUFFIXES, intervals
+from rlkit.report.responses import responses_for_page
 from rlkit.tracking import CONFIG, EVAL, METRICS, read_metrics, read_object
 
 HERE = Path(__file__).parent
@@ -113,5 +113,5 @@ def run_data(out: Path) -> dict[str, Any]:
         "task_intervals": {task: intervals(found, found.get("rows")) for task, found in tasks.items()},
         "config": json.dumps(config, indent=1),
         "options": {name: json.dumps(x) for name, x in config.items() if name not in ("versions", "contents")},
-        "answers": answers_for_page(out),
+        "responses": responses_for_page(out),
     }

@@ -1,7 +1,7 @@
-"""Rewards that are computed while other answers are still being generated.
+"""Rewards that are computed while other responses are still being generated.
 
     scorer = RewardScorer(task.reward, threads=8)                      # once
-    answers = rollout.generate(prompts, sampling, n, on_finished=scorer.submit)
+    responses = rollout.generate(prompts, sampling, n, on_finished=scorer.submit)
     rewards, parts, seconds = scorer.result()                          # waits for the rewards that are missing
 
 `score_as_written` is for servers that generate while the caller trains.
@@ -28,20 +28,21 @@ Scored = tuple[Tensor, dict[str, Tensor], float, float]  # of one prompt: reward
 
 
 class RewardScorer:
-    """Computes the rewards of each prompt's answers as soon as they are finished, in threads.
+    """Computes the rewards of each prompt's responses as soon as they are finished, in threads.
 
     A slow reward (a judge on a server, a program that runs) overlaps with generation: a step waits for the rewards of
     the last prompts only. The rewards are those of `score_parts`.
 
     Args:
         reward: called from several threads at once, none of them the main thread, so it cannot use `signal.alarm`.
-        threads: prompts whose answers are scored at the same time. 0: `result` scores all answers in the thread that
-            calls it; for a reward that uses signals or is not thread-safe.
-        group: ranks that are given the same samples. The answers to each prompt are scored on one of them, and `result`
+        threads: prompts whose responses are scored at the same time. 0: `result` scores all responses in the thread
+            that calls it; for a reward that uses signals or is not thread-safe.
+        group: ranks that are given the same samples. The responses to each prompt are scored on one of them, and
+            `result`
             is that of all on each: a reward may differ from call to call, and the ranks train on the same batch.
 
     Attributes:
-        reasons: why answers of the last `result` have no reward, and how many for each reason.
+        reasons: why responses of the last `result` have no reward, and how many for each reason.
 
     Raises:
         ValueError: fewer than 0 threads.
@@ -55,17 +56,17 @@ class RewardScorer:
         self.under_way: dict[int, Future[Scored] | Sequence[Sample]] = {}
 
     def submit(self, i: int, samples: Sequence[Sample]) -> None:
-        """Score the answers to prompt i. Called once for each prompt, in any order, from any thread."""
+        """Score the responses to prompt i. Called once for each prompt, in any order, from any thread."""
         if self.group is None or i % self.group.size() == self.group.rank():
             self.under_way[i] = self.pool.submit(_score, self.reward, samples, self.failures) if self.pool else samples
 
     def result(self) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Wait for the rewards of all answers submitted since the last call, in the order of the prompts.
+        """Wait for the rewards of all responses submitted since the last call, in the order of the prompts.
 
         All ranks of a group call this together.
 
         Returns:
-            rewards [B], parts as in `score_parts`, and the seconds during which at least one answer was being scored.
+            rewards [B], parts as in `score_parts`, and the seconds during which at least one response was being scored.
             A run logs these as `time/scoring`; `time/reward` is the time that the run waited.
         """
         taken, self.under_way = sorted(self.under_way.items()), {}

@@ -4,7 +4,7 @@
 
 By default a reward runs in threads of the trainer: nothing limits it, and if it ends its process it ends the run.
 `--isolate_reward` runs it in workers. This protects against mistakes, not against malice: code that you do not trust
-belongs in `rlkit.rewards.sandbox`, which allows far less. `sandboxed` scores answers under its restrictions, for a
+belongs in `rlkit.rewards.sandbox`, which allows far less. `sandboxed` scores responses under its restrictions, for a
 reward that executes them: `eval(text)`, or sympy's `parse_expr(text)`.
 """
 
@@ -25,7 +25,7 @@ from rlkit.rewards.workers import Worker, WorkerPool, end_worker, read_line
 
 WORKER = str(Path(__file__).with_name("isolated_worker.py"))
 START_SECONDS = 120.0  # time to import what the reward needs, even on a busy machine
-KEPT = ("LD_LIBRARY_PATH", "PYTHONHASHSEED")  # of the environment; the answer can read what the worker has
+KEPT = ("LD_LIBRARY_PATH", "PYTHONHASHSEED")  # of the environment; the response can read what the worker has
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a restricted process cannot start others
 
 
@@ -109,20 +109,20 @@ def _verdict(name: str, reply: bytes | None, code: int | None) -> float | None:
 
 
 def _has_memory(reply: bytes) -> bool:
-    """False after a MemoryError: what the reward keeps would fail the next answers, too."""
+    """False after a MemoryError: what the reward keeps would fail the next responses, too."""
     return b'"MemoryError' not in reply
 
 
 def isolated(reward: Reward, *, seconds: float = 60.0, memory: int = 4 << 30) -> Reward:
     """The same reward, computed in worker processes. They are started when needed, at most one per processor.
 
-    An answer has no reward if the function exceeds a limit or ends its process. Output that it prints is discarded.
+    A response has no reward if the function exceeds a limit or ends its process. Output that it prints is discarded.
     Processes that it has started are killed together with the worker.
 
     Args:
         reward: a function of a module, or `combine` of such functions. A lambda or a closure cannot be sent to a
             worker.
-        seconds: limit of processor time for one answer. The limit of wall time is four times as long.
+        seconds: limit of processor time for one response. The limit of wall time is four times as long.
         memory: limit of address space in bytes, in addition to what imports take.
 
     Raises:
@@ -140,19 +140,20 @@ def isolated(reward: Reward, *, seconds: float = 60.0, memory: int = 4 << 30) ->
 
 
 def sandboxed(reward: Reward, *, seconds: float = 10.0, memory: int = 1 << 30) -> Reward:
-    """The same reward, for functions that execute the answer: each answer is scored in a restricted process.
+    """The same reward, for functions that execute the response: each response is scored in a restricted process.
 
     The restrictions are those of `rlkit.rewards.sandbox`, with two differences: the process reads the packages that the
     reward has imported, too, and it can create no file. It is a copy of a worker process, which has imported what the
     reward needs. Workers are started when needed, at most one per processor.
 
-    An answer that exceeds a limit or ends its process scores 0, and so does a reward that is not from 0 to 1. After an
-    exception of the reward it is not scored. The answer shares its process with the reward and the row: it can do no
+    A response that exceeds a limit or ends its process scores 0, and so does a reward that is not from 0 to 1. After an
+    exception of the reward it is not scored. The response shares its process with the reward and the row: it can do no
     harm, but it could read the right answer and state its own reward.
 
     Args:
         reward: a function of a module, or another object that pickle can send to a worker.
-        seconds: limit of processor time for one answer, in whole seconds. The limit of wall time is four times as long.
+        seconds: limit of processor time for one response, in whole seconds. The limit of wall time is four times as
+            long.
         memory: limit of address space in bytes, in addition to what imports take.
 
     Raises:

@@ -1,6 +1,6 @@
-"""The worker script of `rlkit.rewards.isolated`: computes one reward function for each answer on its input.
+"""The worker script of `rlkit.rewards.isolated`: computes one reward function for each response on its input.
 
-For `sandboxed`, each answer has a child process of its own, under the restrictions of `sandbox_inside`. The child has
+For `sandboxed`, each response has a child process of its own, under the restrictions of `sandbox_inside`. The child has
 imported what the reward needs, as its parent has, so it starts within milliseconds.
 """
 
@@ -21,7 +21,7 @@ from typing import NoReturn
 
 MOST_CHARACTERS = 500  # of a message
 MOST_BYTES = 4 * MOST_CHARACTERS
-RESTRICTED = b"restricted\n"  # what a child says before it scores its answer
+RESTRICTED = b"restricted\n"  # what a child says before it scores its response
 
 
 def describe(error: BaseException) -> str:
@@ -58,7 +58,8 @@ def compute(reward: Callable, text: str, row: object) -> list:
 def compute_in_child(reward: Callable, text: str, row: object, restrict: Callable[[], None]) -> list:
     """[the reward, what went wrong], computed by a restricted child process.
 
-    A child that ends without a verdict after its restrictions was ended by the answer that it executes: a reward of 0.
+    A child that ends without a verdict after its restrictions was ended by the response that it executes: a reward of
+    0.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -70,7 +71,8 @@ def compute_in_child(reward: Callable, text: str, row: object, restrict: Callabl
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     if first != RESTRICTED:
-        return [None, f"cannot isolate answers on this machine: {first.decode(errors='replace') or 'no reason given'}"]
+        reason = first.decode(errors="replace") or "no reason given"
+        return [None, f"cannot isolate responses on this machine: {reason}"]
     if verdict.startswith("problem "):
         return [None, verdict.removeprefix("problem ")]
     if verdict == "none":
@@ -82,7 +84,7 @@ def compute_in_child(reward: Callable, text: str, row: object, restrict: Callabl
 
 
 def score_and_exit(reward: Callable, text: str, row: object, restrict: Callable[[], None], writing: int) -> NoReturn:
-    """The child: restricts itself, scores the answer, writes the reward or the problem, and ends."""
+    """The child: restricts itself, scores the response, writes the reward or the problem, and ends."""
     try:
         os.closerange(3, writing)
         os.closerange(writing + 1, os.sysconf("SC_OPEN_MAX"))

@@ -4,7 +4,7 @@
 
 math-verify implements its time limits with `signal.alarm`, which works only in the main thread and reports a time-out
 as a wrong answer. Here it runs in worker processes that do not import torch. A worker that takes too long is killed, so
-the limit holds in any thread, after fork and after spawn. An answer that exceeds the limit or ends its worker is None:
+the limit holds in any thread, after fork and after spawn. A response that exceeds the limit or ends its worker is None:
 not scored.
 
 Workers are started when needed, at most one per processor, and are kept. To score a batch quickly, call the reward from
@@ -54,7 +54,7 @@ class FinalAnswer(NamedTuple):
 
 
 def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
-    """1 if the answer's final result is the row's, 0 if it is another one or if there is none, None if not scored.
+    """1 if the response's final answer is the row's, 0 if it is another one or if there is none, None if not scored.
 
     Compares `final_answer(text)` with the row's answer by math-verify's rules, which a table of tests pins down: equal
     expressions match in any form; decimals are compared to six places; 25% matches both 0.25 and 25; units and degrees
@@ -79,7 +79,7 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
 
 
 def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
-    r"""1 if the content of the answer's last `\boxed{}` is the row's answer as text, 0 if not; None without an answer.
+    r"""1 if the content of the response's last `\boxed{}` is the row's answer as text, else 0; None without an answer.
 
     Case, white space, the commas or LaTeX's spaces of 2,005, and dollars or `\text{}` around it are ignored. If the
     row's answer is a solution with a box or a marker such as `####`, its `final_answer` counts. It may be a list of

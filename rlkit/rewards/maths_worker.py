@@ -111,7 +111,7 @@ def differs(text: str, gold: str) -> bool:
 
 
 def verdict(answer: str, gold: str, boxed: bool, marked: bool) -> bool | None:
-    """Whether the two are equal; None if the gold answer cannot be read and is not the same text."""
+    """Whether the two are equal; None if the gold response cannot be read and is not the same text."""
     gold_text, text = cleaned(gold), cleaned(answer)
     if (boxed or marked) and differs(text, gold_text):
         return False

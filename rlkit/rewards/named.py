@@ -22,7 +22,7 @@ REWARDS: Mapping[str, Reward] = {
 def reward_named(name: str) -> Reward:
     r"""A reward function by its name.
 
-    - `exact`: the whole answer is the row's, up to case and white space at the ends.
+    - `exact`: the whole response is the row's answer, up to case and white space at the ends.
     - `maths`: its final result, in a `\boxed{}` or at its end, is mathematically equal to the row's.
     - `choice`: it chooses the row's letter.
     - `boxed`: the content of its last `\boxed{}` is the row's answer as text.

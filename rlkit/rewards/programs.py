@@ -1,4 +1,4 @@
-"""Rewards for programs: the answer's code runs on the row's tests, in `rlkit.rewards.sandbox`.
+"""Rewards for programs: the response's code runs on the row's tests, in `rlkit.rewards.sandbox`.
 
     Task(..., reward=all_tests_passed)            # or share_of_tests_passed
 
@@ -21,7 +21,7 @@ from rlkit.rewards.sandbox_inside import canonical
 
 
 def all_tests_passed(text: str, row: Mapping[str, Any]) -> float:
-    """1 if the answer's program passes all of the row's tests, else 0; tests after the first failure are not run.
+    """1 if the response's program passes all of the row's tests, else 0; tests after the first failure are not run.
 
     The program is `extract_program(text)`. The row's `tests` is a list, or its JSON text, of
 
@@ -40,7 +40,7 @@ def all_tests_passed(text: str, row: Mapping[str, Any]) -> float:
 
 
 def share_of_tests_passed(text: str, row: Mapping[str, Any]) -> float:
-    """The share of the row's tests that the answer's program passes; see `all_tests_passed`."""
+    """The share of the row's tests that the response's program passes; see `all_tests_passed`."""
     passed = list(_passes(text, row))
     return sum(passed) / len(passed)
 

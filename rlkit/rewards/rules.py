@@ -1,7 +1,7 @@
-r"""Rewards that plain rules can give: the form of an answer, exact and multiple-choice answers, numbers, words, boxes.
+r"""Rewards that plain rules can give: its form, exact and multiple-choice answers, numbers, words, boxes.
 
 Each is `reward(text, row) -> float | None`, or a function that makes one from its settings. `row["answer"]` is the
-right answer; a row without one is not scored. Each takes time linear in the length of the answer: the regular
+right answer; a row without one is not scored. Each takes time linear in the length of the response: the regular
 expressions have possessive quantifiers (`*+`) wherever two repetitions could share the same characters. Mathematics is
 in `maths`, programs in `programs`, a model as judge in `judge`.
 """
@@ -33,17 +33,17 @@ ANSWER_HEADING = (
     r"(?![\s*]*+(?:(?!(?i:option|choice)\b)[^\W\d_]{2}|[AaI][ \t]+[^\W\d_]))"
 )
 
-# --- the form of an answer
+# --- the form of a response
 
 
 def exact_match(text: str, row: Row) -> float | None:
-    """1 if the answer is the row's, or one of the row's list, up to case and white space at the ends; None for a row
-    without an answer."""
+    """1 if the response is the row's answer, or one of the row's list, up to case and white space at the ends; None for
+    a row without an answer."""
     return best_match(lambda right: float(text.strip().lower() == right.strip().lower()), row["answer"])
 
 
 def matches(pattern: str) -> Reward:
-    """1 if the whole answer, up to white space at its ends, matches a regular expression (`.` is any character)."""
+    """1 if the whole response, up to white space at its ends, matches a regular expression (`.` is any character)."""
     compiled = re.compile(pattern, re.DOTALL)
     return lambda text, row: float(compiled.fullmatch(text.strip()) is not None)
 
@@ -59,7 +59,7 @@ def think_answer_format(text: str, row: Row) -> float:
 
 
 def split_thinking(text: str, *, opened: bool = False, tags: tuple[str, str] = THINKING_TAGS) -> tuple[str, str]:
-    """The thinking of an answer, and what follows it.
+    """The thinking of a response, and what follows it.
 
     Args:
         text: maybe with the tags; the last one that ends thinking counts.
@@ -154,7 +154,7 @@ def choice_letter(text: str, closing_tag: str = THINKING_TAGS[1]) -> str | None:
 
 
 def multiple_choice(text: str, row: Row) -> float | None:
-    """1 if `choice_letter` of the answer is the row's letter, 0 if it is another one or there is none.
+    """1 if `choice_letter` of the response is the row's letter, 0 if it is another one or there is none.
 
     Raises:
         ValueError: the row's answer is no letter from A to J.
@@ -168,7 +168,7 @@ def multiple_choice(text: str, row: Row) -> float | None:
 
 
 def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
-    r"""1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
+    r"""1 if the last number in the response is the row's: |x - y| <= max(relative * |y|, absolute).
 
     Only the text after the closing thinking tag counts. Numbers are decimal, with an exponent or not; commas and
     LaTeX's spaces between thousands are left out, units are not looked at. An en dash is a minus, except between two
@@ -216,14 +216,14 @@ def squad_normalise(text: str) -> str:
 
 
 def squad_exact(text: str, row: Row) -> float | None:
-    """1 if the answer, normalised as by `squad_normalise`, is the row's, or one of the row's list."""
+    """1 if the response, normalised as by `squad_normalise`, is the row's answer, or one of the row's list."""
     return best_match(lambda right: float(squad_normalise(text) == squad_normalise(right)), row["answer"])
 
 
 def squad_f1(text: str, row: Row) -> float | None:
     """2PR / (P + R) over the words that both have in common, normalised; the best over the row's answers.
 
-    SQuAD (https://arxiv.org/abs/1606.05250, section 6.1). With an empty answer on one side it is 1 if both are empty,
+    SQuAD (https://arxiv.org/abs/1606.05250, section 6.1). With an empty text on one side it is 1 if both are empty,
     else 0, as for SQuAD 2's questions without an answer.
     """
 
@@ -293,13 +293,13 @@ def box_iou(a: Any, b: Any) -> np.ndarray:
 
 
 def boxes_iou(text: str, row: Row) -> float | None:
-    """The IoU of the answer's boxes with the row's, in the row's own coordinates, between 0 and 1.
+    """The IoU of the response's boxes with the row's, in the row's own coordinates, between 0 and 1.
 
-    The sum of IoU over the best one-to-one matching, over max(boxes in the answer, boxes in the row). For one box on
+    The sum of IoU over the best one-to-one matching, over max(boxes in the response, boxes in the row). For one box on
     each side this is their IoU. An extra box costs as much as a missing one. With no box on either side it is 1.
 
     Args:
-        text: an answer with boxes as in `parse_boxes`.
+        text: a response with boxes as in `parse_boxes`.
         row: its `answer` is one box, a list of boxes, or either as text.
 
     Raises:

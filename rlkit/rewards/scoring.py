@@ -4,7 +4,7 @@
     rewards, parts = score_parts(reward, samples)              # [B], and {"right": [B], "format": [B]} for curves
     run.log(step, {**reward_stats(rewards, ids, engine.global_sum), **part_means(parts, engine.global_sum), ...})
 
-A reward is a function `reward(text, row) -> float | None`; None means that the answer could not be scored.
+A reward is a function `reward(text, row) -> float | None`; None means that the response could not be scored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failur
 
     Args:
         reward: as of a task.
-        samples: prompts with their answers.
+        samples: prompts with their responses.
         threads: rewards computed at the same time, for rewards that wait for a process or a server (maths, programs, a
             judge).
         failures: counts the reasons why samples are not scored; by default those of this call.
@@ -61,11 +61,11 @@ def _score_one(reward: Reward, failures: Failures, sample: Sample) -> float:
         if value is not None and abs(value := float(value)) <= LARGEST:
             return value
         failures.count(f"a reward of {value}")  # an infinite one would spoil its whole group
-    except (Exception, SystemExit) as error:  # a failure of the reward function says nothing about the answer
+    except (Exception, SystemExit) as error:  # a failure of the reward function says nothing about the response
         if isinstance(error, SystemExit) and type(error) is not SystemExit:  # a signal ends the run
             raise
         where = sample.row.get("where", f"group {sample.group_id}")
-        failures.add(error, f"{where}, answer {sample.text[:80]!r}")
+        failures.add(error, f"{where}, response {sample.text[:80]!r}")
     return math.nan
 
 
@@ -76,24 +76,24 @@ def scored(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
 
 
 def scoring_problem(
-    answers: float, scored: float, max_failed_rewards: float, reasons: str = "", skipped: Sequence[str] = ()
+    responses: float, scored: float, max_failed_rewards: float, reasons: str = "", skipped: Sequence[str] = ()
 ) -> str:
-    """One sentence if too few answers of a batch were scored to go on with it; an empty text if not.
+    """One sentence if too few responses of a batch were scored to go on with it; an empty text if not.
 
     Args:
-        answers, scored: how many answers there are, and how many have a reward, over all ranks.
-        max_failed_rewards: largest share of the answers that may have no reward.
+        responses, scored: how many responses there are, and how many have a reward, over all ranks.
+        max_failed_rewards: largest share of the responses that may have no reward.
         reasons: why some have none: `RewardScorer.reasons`, or `Failures.take()`.
         skipped: why rows have no prompt, from `encode_prompts`.
     """
-    if scored >= max(1.0, (1 - max_failed_rewards) * answers):
+    if scored >= max(1.0, (1 - max_failed_rewards) * responses):
         return ""
-    if not answers:
+    if not responses:
         first = f": {len(skipped)} rows were skipped, the first because of {skipped[0]}" if skipped else ""
-        return f"answers: expected at least one, got none{first}"
+        return f"responses: expected at least one, got none{first}"
     why = f": {reasons}" if reasons else ""
     least = f"{1 - max_failed_rewards:.0%}" if max_failed_rewards < 1 else "one"
-    return f"answers: expected at least {least} of {answers:.0f} scored, got {scored:.0f}{why}"
+    return f"responses: expected at least {least} of {responses:.0f} scored, got {scored:.0f}{why}"
 
 
 # --- several parts
@@ -133,11 +133,11 @@ def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
 
 
 def without_thinking(reward: Reward) -> Reward:
-    """The same reward, computed from the text that follows an answer's thinking; see `rlkit.rewards.split_thinking`.
+    """The same reward, computed from the text that follows a response's thinking; see `rlkit.rewards.split_thinking`.
 
     The tags are the row's `thinking_tags`, by default `<think>` and `</think>`. A row with `thinking_opened` has a
-    prompt that ends with the first one, so its answers begin with thinking; `rlkit.vlm.encode_prompt` adds that to the
-    row.
+    prompt that ends with the first one, so its responses begin with thinking; `rlkit.vlm.encode_prompt` adds that to
+    the row.
 
     Args:
         reward: may be a combined one, which is changed part by part.
@@ -193,24 +193,24 @@ def part_means(parts: Mapping[str, Tensor], global_sum: Callable[[Tensor], Tenso
 def reward_stats(rewards: Tensor, group_ids: Tensor, global_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """How the rewards of a batch are distributed, over all ranks, for a run's curves.
 
-    `reward/mean`; `reward/std`, the population's; and over prompts, the mean of the best answer's reward `reward/best`
-    and of the worst one's `reward/worst`, and `reward/equal`, the share of prompts whose answers all have the same
-    reward, which teach nothing where answers are compared with each other.
+    `reward/mean`; `reward/std`, the population's; and over prompts, the mean of the best response's reward
+    `reward/best` and of the worst one's `reward/worst`, and `reward/equal`, the share of prompts whose responses all
+    have the same reward, which teach nothing where responses are compared with each other.
 
     Args:
-        rewards: [B], of this rank's answers; those that are nan (not scored) are left out.
-        group_ids: [B], the same integer for all answers to one prompt, which are all on one rank.
+        rewards: [B], of this rank's responses; those that are nan (not scored) are left out.
+        group_ids: [B], the same integer for all responses to one prompt, which are all on one rank.
         global_sum: the engine's; all ranks call this together.
 
     Returns:
-        Nothing where no rank has an answer that was scored.
+        Nothing where no rank has a response that was scored.
     """
     scored = ~rewards.isnan()
     rewards, ids = rewards[scored].double(), group_ids[scored].unique(return_inverse=True)[1]
     groups = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.float64)
     best, worst = (groups.scatter_reduce(0, ids, rewards, how, include_self=False) for how in ("amax", "amin"))
     sums = {
-        "answers": len(rewards),
+        "responses": len(rewards),
         "rewards": rewards.sum(),
         "squares": rewards.square().sum(),
         "prompts": len(groups),
@@ -220,10 +220,10 @@ def reward_stats(rewards: Tensor, group_ids: Tensor, global_sum: Callable[[Tenso
     }
     totals = global_sum(torch.tensor([*sums.values()], dtype=torch.float64)).tolist()
     total = dict(zip(sums, totals, strict=True))
-    if not total["answers"]:
+    if not total["responses"]:
         return {}
-    mean = total["rewards"] / total["answers"]
-    variance = max(total["squares"] / total["answers"] - mean**2, 0.0)
+    mean = total["rewards"] / total["responses"]
+    variance = max(total["squares"] / total["responses"] - mean**2, 0.0)
     return {
         "reward/mean": mean,
         "reward/std": variance**0.5,

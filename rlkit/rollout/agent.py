@@ -4,7 +4,7 @@ A tool or an environment is a plain function, async or not, from a sample to wha
 
     async def calculator(sample):
         if (call := re.search(r"calc\\(([^()]+)\\)", sample.text)) is None:
-            return None                                     # no call: this turn is the answer
+            return None                                     # no call: this turn is the response
         return Observation(str(evaluate(call[1])))
 
     async def guess_the_number(sample):
@@ -270,7 +270,7 @@ def _encode_observation(processor: Any, sample: Sample, result: Any, role: str) 
         message(role, result.text, len(images)),
         images,
         thinking_tags=thinking_tags_of(row),
-        answer_prefix=row.get("answer_prefix") or "",
+        response_prefix=row.get("response_prefix") or "",
         ended_by=sample.token_ids[-1],
         **template_options(row),
     )

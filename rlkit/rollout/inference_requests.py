@@ -1,4 +1,5 @@
-"""What all inference engines outside the trainer (vLLM, SGLang) have in common: checks of a request and its answer."""
+"""What all inference engines outside the trainer (vLLM, SGLang) have in common: checks of a request and its
+response."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class WeightSyncCheck:
     resuming may reach the larger of both limits: that of a first step and that of a later step.
 
     Args:
-        max_mismatch: always fail above this. Infinity: never fail, for answers that other weights have sampled.
+        max_mismatch: always fail above this. Infinity: never fail, for responses that other weights have sampled.
         dtype: that trainer and sampler compute in, the less precise one of the two; by default what both use by
             default: bfloat16 on a GPU, float32 on a CPU.
         factor: mismatches of rounding vary by less than this factor.

@@ -14,8 +14,6 @@ A recipe is a function `main(cfg)` that `run_recipe(main)` calls. It calls these
 Until `resume` has returned, a ValueError or ImportError ends the process with one sentence, as do bad options.
 """
 
-from rlkit.runs.answers import Answers, Prompts
-from rlkit.runs.answers_file import append_answers, resume_answers
 from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.command_line import parse_options
 from rlkit.runs.evaluation import (
@@ -28,7 +26,7 @@ from rlkit.runs.evaluation import (
     record_evaluation,
     with_intervals,
 )
-from rlkit.runs.given_answers import answer_encoder, chat_encoder, global_loss
+from rlkit.runs.given_responses import chat_encoder, global_loss, response_encoder
 from rlkit.runs.heldout import evaluate_heldout
 from rlkit.runs.models import (
     build_engine,
@@ -56,7 +54,7 @@ from rlkit.runs.options import (
     AdapterOptions,
     EngineOptions,
     GenerationOptions,
-    GivenAnswerOptions,
+    GivenResponseOptions,
     ModelOptions,
     OptimizerOptions,
     PolicyOptions,
@@ -67,6 +65,8 @@ from rlkit.runs.options import (
     TrainingOptions,
 )
 from rlkit.runs.prefetching import prefetch
+from rlkit.runs.responses import Prompts, Responses
+from rlkit.runs.responses_file import append_responses, resume_responses
 from rlkit.runs.sampling import PolicySampler, context_length
 from rlkit.runs.seeds import generator
 from rlkit.runs.servers import build_server_rollout
@@ -79,13 +79,13 @@ from rlkit.runs.updates import group_ids_of_all_ranks, keep_on_device, mini_batc
 __all__ = [
     "Above",
     "AdapterOptions",
-    "Answers",
+    "Responses",
     "AtLeast",
     "Between",
     "ChangeableOnResume",
     "EngineOptions",
     "GenerationOptions",
-    "GivenAnswerOptions",
+    "GivenResponseOptions",
     "ModelOptions",
     "NonNegativeFloat",
     "NonNegativeInt",
@@ -101,8 +101,8 @@ __all__ = [
     "TaskOptions",
     "TrainingOptions",
     "UnitInterval",
-    "answer_encoder",
-    "append_answers",
+    "response_encoder",
+    "append_responses",
     "build_engine",
     "build_reference",
     "build_rollout",
@@ -136,7 +136,7 @@ __all__ = [
     "pass_at_k",
     "record_evaluation",
     "resume",
-    "resume_answers",
+    "resume_responses",
     "run_recipe",
     "save",
     "start_run",

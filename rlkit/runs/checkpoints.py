@@ -171,7 +171,7 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
     Each exported language model gets a model card, and `cfg.push_to_hub` uploads one of them.
 
     Args:
-        samples: answers for the page. At most 40 are shown, those with the lowest rewards.
+        samples: responses for the page. At most 40 are shown, those with the lowest rewards.
         engines: engines by export folder. Models are exported in Hugging Face format, with adapters merged. The folder
             `adapter` gets the policy's adapters alone.
 

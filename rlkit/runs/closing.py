@@ -13,10 +13,10 @@ from rlkit.runs.evaluation import with_intervals
 from rlkit.tracking import EVAL, METRICS, Run, read_metrics, read_object
 
 FILES = {  # files of a run's directory, and what each contains
-    "report.html": "open it: curves, answers with their rewards",
+    "report.html": "open it: curves, responses with their rewards",
     "metrics.jsonl": "all measurements of each step",
-    "samples.jsonl": "the answers on the page",
-    "answers.jsonl": "all answers",
+    "samples.jsonl": "the responses on the page",
+    "responses.jsonl": "all responses",
     "best": "the model with the best held-out result",
     "adapter": "adapters alone, for peft and vLLM",
 }

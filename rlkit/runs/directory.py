@@ -162,17 +162,17 @@ def _check_same_factors(out: Path, before: Mapping[str, Any], now: Mapping[str, 
 
 def decided_by_rank_0(decide: Callable[[], T]) -> T:
     """Call `decide` on rank 0, and return its result on all ranks. A ValueError is raised on all ranks, too."""
-    answer: list[Any] = [None, None]
+    decided: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            answer[0] = decide()
+            decided[0] = decide()
         except ValueError as error:
-            answer[1] = str(error)
+            decided[1] = str(error)
     if dist.is_initialized():
-        dist.broadcast_object_list(answer, 0)
-    if answer[1] is not None:
-        raise ValueError(answer[1])
-    return answer[0]
+        dist.broadcast_object_list(decided, 0)
+    if decided[1] is not None:
+        raise ValueError(decided[1])
+    return decided[0]
 
 
 def release_directory(out: Path) -> None:

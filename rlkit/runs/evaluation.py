@@ -96,7 +96,7 @@ def record_evaluation(
     Args:
         when: "before", "during" or "after" training.
         results: over all ranks, by name; see `means_of_rows` for NAME_error and NAME_rows. `unscored` is the number of
-            greedy answers without a reward, and `unanswered` that of rows without an answer.
+            greedy responses without a reward, and `unanswered` that of rows without a response.
         rows, skipped: number of held-out rows of this rank that were used, and that could not be used.
     """
     counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
@@ -109,10 +109,10 @@ def record_evaluation(
     if run.is_main_process:
         texts = with_intervals(results, rows).items()
         shown = [f"{name.replace('_', ' ')} {text}" for name, text in texts if name not in NOT_MEASURED]
-        unanswered = f"; rows without an answer: {count:.0f}" if (count := results.get("unanswered", 0)) else ""
-        unscored = f"; generated answers without a reward: {count:.0f}" if (count := results.get("unscored", 0)) else ""
+        unanswered = f"; rows without a response: {count:.0f}" if (count := results.get("unanswered", 0)) else ""
+        unscored = f"; responses without a reward: {count:.0f}" if (count := results.get("unscored", 0)) else ""
         after = f"after {step} steps" if when == "during" else when
-        nothing = "no answer was scored" if rows else "there was nothing to evaluate"
+        nothing = "no response was scored" if rows else "there was nothing to evaluate"
         run.print(f"held-out {after}: {', '.join(shown) or nothing} ({rows} rows{unanswered}{unscored})")
 
 
@@ -128,7 +128,7 @@ def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], 
         evaluate, engine: as in `evaluate_when_due`.
     """
     if start == 0:
-        run.drop_metrics_from(-1)  # also the answers from before training, which are logged again
+        run.drop_metrics_from(-1)  # also the responses from before training, which are logged again
         evaluate("before")
         _check_results(cfg, run)
         return

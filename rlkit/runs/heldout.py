@@ -1,4 +1,4 @@
-"""Measures the answers to held-out prompts before, during and after training."""
+"""Measures the responses to held-out prompts before, during and after training."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rlkit.report import prompt_record
 from rlkit.rewards import scoring_problem
 from rlkit.rollout import Sampling
 from rlkit.rollout.sampling import sample_name
-from rlkit.runs.answers import Answers, Prompts, accuracy, count_scored, too_few_scored
 from rlkit.runs.evaluation import means_of_rows, pass_at_k, record_evaluation
+from rlkit.runs.responses import Prompts, Responses, accuracy, count_scored, too_few_scored
 from rlkit.runs.rollouts import is_replay
 from rlkit.runs.sampling import PolicySampler
 from rlkit.tracking import SAMPLES, Run
 
-HELDOUT_KEPT = 20  # held-out answers kept from each evaluation before and during training
+HELDOUT_KEPT = 20  # held-out responses kept from each evaluation before and during training
 NAMED = 5  # most held-out rows that a line names
 
 
 def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **measured: float) -> list[Sample]:
-    """Measure the accuracy of greedy answers to held-out prompts, write it to eval.json and print it.
+    """Measure the accuracy of greedy responses to held-out prompts, write it to eval.json and print it.
 
-    Rows of plain text have no prompt, so no answers are generated for them, and none with `--max_new_tokens 0`. Prompts
-    that leave no room for an answer get none either; they are named before training. `unanswered` counts both. The run
-    ends if too few answers can be scored.
+    Rows of plain text have no prompt, so no responses are generated for them, and none with `--max_new_tokens 0`.
+    Prompts that leave no room for a response get none either; they are named before training. `unanswered` counts both.
+    The run ends if too few responses can be scored.
 
     Args:
         prompts: this rank's share of the held-out rows, see `PolicySampler.encode`.
@@ -35,56 +35,56 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
         measured: further results on these rows, over all ranks.
 
     Returns:
-        This rank's answers that could be scored, with their rewards.
+        This rank's responses that could be scored, with their rewards.
     """
     if is_replay():
         return []
     cfg, run, engine = sampler.cfg, sampler.run, sampler.engine
-    answered = with_room_for_an_answer(sampler, prompts, when)
-    answers = Answers()
+    answered = with_room_for_a_response(sampler, prompts, when)
+    responses = Responses()
     if cfg.max_new_tokens:
-        answers = sampler.greedy(answered, phase="evaluate", training=False)
-    if problem := heldout_problem(sampler, answers, prompts):
+        responses = sampler.greedy(answered, phase="evaluate", training=False)
+    if problem := heldout_problem(sampler, responses, prompts):
         run.stop(f"held-out {problem}")
-    results = accuracy(answers, engine.global_sum) | sampled_heldout(sampler, answered) | measured
+    results = accuracy(responses, engine.global_sum) | sampled_heldout(sampler, answered) | measured
     unanswered = engine.global_sum(torch.tensor(float(len(prompts.samples) - len(answered.samples)))).item()
     if cfg.max_new_tokens and unanswered:
         results["unanswered"] = unanswered
-    if when != "after":  # `finish` writes the answers after training
-        keep_heldout(run, answers.scored, 0 if when == "before" else run.step + 1)
+    if when != "after":  # `finish` writes the responses after training
+        keep_heldout(run, responses.scored, 0 if when == "before" else run.step + 1)
     record_evaluation(run, engine, when, results, rows=len(prompts.samples), skipped=len(prompts.skipped))
-    return answers.scored
+    return responses.scored
 
 
-def with_room_for_an_answer(sampler: PolicySampler, prompts: Prompts, when: str) -> Prompts:
+def with_room_for_a_response(sampler: PolicySampler, prompts: Prompts, when: str) -> Prompts:
     """The prompts that can be answered in the context of model and sampler. Before training, a line names the others.
 
-    `PolicySampler.encode` returns no others; rows with given answers are encoded for their loss, too.
+    `PolicySampler.encode` returns no others; rows with given responses are encoded for their loss, too.
     """
     room = sampler.longest_prompt
     too_long = [prompt for prompt in prompts.samples if len(prompt.token_ids) > room]
     if too_long and sampler.cfg.max_new_tokens and when == "before":
         names = ", ".join(f"{sample_name(prompt)} ({len(prompt.token_ids)})" for prompt in too_long[:NAMED])
         sampler.run.print(
-            f"held-out: {len(too_long)} prompts of more than {room} tokens leave no room for an answer of "
+            f"held-out: {len(too_long)} prompts of more than {room} tokens leave no room for a response of "
             f"{sampler.cfg.max_new_tokens} tokens, and get none: {names}{', ...' if len(too_long) > NAMED else ''}"
         )
     return replace(prompts, samples=[prompt for prompt in prompts.samples if 0 < len(prompt.token_ids) <= room])
 
 
 def sampled_heldout(sampler: PolicySampler, prompts: Prompts) -> dict[str, float]:
-    """Mean reward and pass@k of `cfg.heldout_samples` answers to each prompt. Rewards of at least 1 are correct.
+    """Mean reward and pass@k of `cfg.heldout_samples` responses to each prompt. Rewards of at least 1 are correct.
 
     Returns:
-        `sampled`, over prompts with a scored answer: the mean of each prompt's mean reward. `pass@1`, `pass@2`, ...,
-        over prompts with at least k scored answers. With standard errors and numbers of prompts, see `means_of_rows`.
+        `sampled`, over prompts with a scored response: the mean of each prompt's mean reward. `pass@1`, `pass@2`, ...,
+        over prompts with at least k scored responses. With standard errors and numbers of prompts, see `means_of_rows`.
     """
     n = getattr(sampler.cfg, "heldout_samples", 0)
     if not n:
         return {}
     sampling = Sampling(sampler.cfg.max_new_tokens, sampler.cfg.temperature)
-    answers = sampler.sync_and_sample(prompts, sampling, n, phase="evaluate", training=False)
-    groups = [group[~group.isnan()] for group in answers.rewards.view(-1, n)]
+    responses = sampler.sync_and_sample(prompts, sampling, n, phase="evaluate", training=False)
+    groups = [group[~group.isnan()] for group in responses.rewards.view(-1, n)]
     values = {"sampled": [group.mean().item() for group in groups if len(group)]}
     for k in (2**i for i in range(n.bit_length())):
         enough = [group for group in groups if len(group) >= k]
@@ -93,24 +93,24 @@ def sampled_heldout(sampler: PolicySampler, prompts: Prompts) -> dict[str, float
 
 
 def keep_heldout(run: Run, scored: Iterable[Sample], step: int) -> None:
-    """Write rank 0's held-out answers with the lowest rewards to samples.jsonl."""
+    """Write rank 0's held-out responses with the lowest rewards to samples.jsonl."""
     if run.is_main_process:
         worst = sorted(scored, key=lambda sample: sample.reward)[:HELDOUT_KEPT]
         run.append(SAMPLES, [prompt_record(run.out, [sample], "held-out", step) for sample in worst])
 
 
-def heldout_problem(sampler: PolicySampler, answers: Answers, prompts: Prompts) -> str:
-    """Why the run has to stop after these answers to held-out prompts; empty if it can go on.
+def heldout_problem(sampler: PolicySampler, responses: Responses, prompts: Prompts) -> str:
+    """Why the run has to stop after these responses to held-out prompts; empty if it can go on.
 
-    A recipe that does not train on rewards goes on without them, unless `--reward` is given and scored no answer.
+    A recipe that does not train on rewards goes on without them, unless `--reward` is given and scored no response.
     """
     cfg, global_sum = sampler.cfg, sampler.engine.global_sum
     if hasattr(cfg, "max_failed_rewards"):
         rows = global_sum(torch.tensor(float(len(prompts.samples) + len(prompts.skipped))))
         if not rows and cfg.max_failed_rewards < 1:
             return "rows: expected at least one, got none; name some with --heldout"
-        return too_few_scored(answers, global_sum, cfg.max_failed_rewards)
-    generated, scored = count_scored(answers, global_sum)
+        return too_few_scored(responses, global_sum, cfg.max_failed_rewards)
+    generated, scored = count_scored(responses, global_sum)
     if cfg.reward and generated and not scored:
-        return scoring_problem(generated, scored, 1.0, answers.reasons)
+        return scoring_problem(generated, scored, 1.0, responses.reasons)
     return ""

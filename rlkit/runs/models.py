@@ -115,8 +115,8 @@ def check_same_tokens(cfg: Any, name: str, path: str, processor: Any) -> Any:
     return other
 
 
-def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
-    """Token ids that end an answer, see `rlkit.rollout.sampling.model_end_token_ids`."""
+def response_ends(cfg: Any, path: str, processor: Any) -> list[int]:
+    """Token ids that end a response, see `rlkit.rollout.sampling.model_end_token_ids`."""
     config = load_config(path, trust_remote_code=cfg.trust_remote_code)
     return model_end_token_ids(model_path(path), config, getattr(processor, "tokenizer", processor))
 

@@ -91,8 +91,8 @@ class TaskOptions:
     """System message to put before every prompt. Rows that have one of their own are skipped."""
     prompt_template: str = ""
     """Text around every question; {question} marks its place."""
-    answer_prefix: str = ""
-    """Text that every answer begins with, such as <think>. It is part of the prompt: not sampled, not trained on."""
+    response_prefix: str = ""
+    """Text that every response begins with, such as <think>. It is part of the prompt: not sampled, not trained on."""
     chat_template: str = ""
     """Jinja file that takes the place of the model's chat template, also in the exported model."""
     chat_template_kwargs: dict[str, str] = field(default_factory=dict)
@@ -102,25 +102,25 @@ class TaskOptions:
 
 @dataclass
 class RewardOptions:
-    """How generated answers are scored."""
+    """How generated responses are scored."""
 
     reward: str = ""
     """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
-    only if the whole response equals the answer. Answers that contain an explanation get 0."""
+    only if the whole response equals the answer. Responses that contain an explanation get 0."""
     reward_threads: ChangeableOnResume[NonNegativeInt] = 8
     """Threads that compute rewards during generation, one prompt each. 0: after generation, in the main thread."""
     isolate_reward: ChangeableOnResume[bool] = False
     """Run the reward in worker processes with limits. By default it runs in this process, without limits."""
     reward_seconds: ChangeableOnResume[PositiveFloat] = 60.0
-    """With --isolate_reward: limit of CPU seconds per answer. The limit of wall time is four times that."""
+    """With --isolate_reward: limit of CPU seconds per response. The limit of wall time is four times that."""
     reward_memory: ChangeableOnResume[PositiveFloat] = 4.0
     """With --isolate_reward: limit of a worker's address space in GiB, in addition to what its imports take."""
     split_thinking: bool = False
     """Rewards get only the text after the thinking, which ends with </think>, or the closing tag of --thinking_tags.
-    If the thinking is not finished, they get an empty answer."""
+    If the thinking is not finished, they get an empty response."""
     thinking_tags: tuple[str, ...] = ()
-    """What begins and ends thinking in the model's answers, as in --thinking_tags "[THINK]" "[/THINK]". By default
-    <think> and </think>. Special tokens among them are kept in the text of answers."""
+    """What begins and ends thinking in the model's responses, as in --thinking_tags "[THINK]" "[/THINK]". By default
+    <think> and </think>. Special tokens among them are kept in the text of responses."""
 
 
 @dataclass
@@ -211,7 +211,7 @@ class EngineOptions:
     use_remove_padding: ChangeableOnResume[bool] = True
     """Pack sequences without padding."""
     share_prompts: ChangeableOnResume[bool] = True
-    """Compute a prompt once for all of its answers, or once per micro-batch if they do not fit into one."""
+    """Compute a prompt once for all of its responses, or once per micro-batch if they do not fit into one."""
     use_fused_kernels: ChangeableOnResume[bool] = False
     """Compute log-probabilities from hidden states, without storing logits."""
     use_torch_compile: ChangeableOnResume[bool] = False
@@ -222,7 +222,7 @@ class EngineOptions:
 
 @dataclass
 class GenerationOptions(RewardOptions):
-    """The back end that generates answers."""
+    """The back end that generates responses."""
 
     rollout: ChangeableOnResume[str] = "hf"
     """Sampling back end: hf (uses the model being trained), vllm (in this process), vllm_server, sglang; see
@@ -230,7 +230,8 @@ class GenerationOptions(RewardOptions):
     servers: ChangeableOnResume[tuple[str, ...]] = ()
     """URLs of the servers for vllm_server or sglang. `python -m rlkit.rollout.serve` starts vLLM servers."""
     max_new_tokens: NonNegativeInt = 4
-    """Maximum number of tokens per answer. The default is for the tiny model. 0, in recipes that train on given answers
+    """Maximum number of tokens per response. The default is for the tiny model. 0, in recipes that train on given
+    responses
     only: generate nothing, so held-out accuracy is not measured."""
     gpu_memory_utilization: ChangeableOnResume[UnitInterval] = 0.0
     """Share of a GPU's memory that sampling may use. For vllm this covers weights and cache. 0: all memory the trainer
@@ -242,7 +243,7 @@ class GenerationOptions(RewardOptions):
 
 @dataclass
 class SamplingOptions(GenerationOptions):
-    """How answers are sampled."""
+    """How responses are sampled."""
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
@@ -253,21 +254,22 @@ class SamplingOptions(GenerationOptions):
 
 @dataclass
 class PolicyOptions(SamplingOptions):
-    """Options of recipes that train on sampled answers: number of answers, checks and corrections."""
+    """Options of recipes that train on sampled responses: number of responses, checks and corrections."""
 
     group_size: PositiveInt = 16
-    """Answers to each prompt."""
+    """Responses to each prompt."""
     tis_cap: PositiveFloat = 2.0
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
     router_replay: bool = False
     """Mixtures of experts: train with the experts that the sampler chose. Servers need --enable-return-routed-experts;
     see docs/weight_sync.md."""
     log_prompts: ChangeableOnResume[NonNegativeInt] = 2
-    """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
+    """Prompts per step whose responses are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     heldout_samples: ChangeableOnResume[NonNegativeInt] = 0
-    """Answers sampled to each held-out prompt, for their mean reward and pass@1, 2, 4, ... 0: only a greedy answer."""
+    """Responses sampled to each held-out prompt, for their mean reward and pass@1, 2, 4, ... 0: only a greedy
+    response."""
     max_failed_rewards: ChangeableOnResume[UnitInterval] = 0.2
-    """Stop if the reward function failed, or returned None, on more than this share of the answers."""
+    """Stop if the reward function failed, or returned None, on more than this share of the responses."""
     max_mismatch: ChangeableOnResume[NonNegativeFloat] = 0.3
     """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this. Where both should have the
     same weights, the limit is lower: 0.003 (float32) or 0.1 (bfloat16) in the first step, then ten times the first
@@ -322,11 +324,11 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
 
 
 @dataclass
-class GivenAnswerOptions(TrainingOptions):
-    """Options of recipes that train on answers in the data."""
+class GivenResponseOptions(TrainingOptions):
+    """Options of recipes that train on responses in the data."""
 
     max_tokens: NonNegativeInt = 0
-    """Maximum number of tokens per row, in prompt and answer, image tokens included. Longer rows are skipped and
+    """Maximum number of tokens per row, in prompt and response, image tokens included. Longer rows are skipped and
     counted. 0: the model's context."""
 
 
@@ -372,7 +374,7 @@ def check_servers(cfg: RunOptions, *, needs_urls: bool = True) -> None:
 
 
 def check_sampling(cfg: Any) -> None:
-    """Raise a ValueError for answers of no token, or a temperature at which the sampling back end does not sample."""
+    """Raise a ValueError for responses of no token, or a temperature at which the sampling back end does not sample."""
     from rlkit.rollout.vllm_requests import check_temperature
 
     if not isinstance(cfg, SamplingOptions):
@@ -470,7 +472,7 @@ def check_engine_options(cfg: RunOptions) -> None:
 
 
 def generates(cfg: Any) -> bool:
-    """Whether the run generates answers, for training or for held-out rows, and so sends weights to the sampler."""
+    """Whether the run generates responses, for training or for held-out rows, and so sends weights to the sampler."""
     return getattr(cfg, "max_new_tokens", 0) > 0
 
 

@@ -71,7 +71,7 @@ class RecordingEngine:
     All other attributes are those of the engine.
 
     Attributes:
-        draws: answers of this step; only the policy's engine has them.
+        draws: responses of this step; only the policy's engine has them.
         updates: (position among the updates of all engines, fields of the batch, metrics) of each `train_batch`.
     """
 
@@ -123,7 +123,7 @@ def record_draw(
     generated: Sequence[Sample],
     rewards: Tensor,
 ) -> None:
-    """Keep the answers to some prompts, if the engine records and a step is running."""
+    """Keep the responses to some prompts, if the engine records and a step is running."""
     if isinstance(engine, RecordingEngine) and run.running_step is not None:
         samples = [replace(sample, reward=x) for sample, x in zip(generated, rewards.tolist(), strict=True)]
         engine.draws.append(Draw(samples, asdict(sampling), phase, list(prompts)))
@@ -188,7 +188,7 @@ def check_rollouts(cfg: Any, *, samples_ahead: bool) -> None:
     """Raise a ValueError if saved rollouts are missing, or if this recipe can neither save nor read rollouts.
 
     Args:
-        samples_ahead: the recipe is asynchronous: it samples during training, so answers belong to no single step.
+        samples_ahead: the recipe is asynchronous: it samples during training, so responses belong to no single step.
     """
     folder, saves = getattr(cfg, "from_rollouts", ""), getattr(cfg, "save_rollouts", False)
     if samples_ahead and (folder or saves):
@@ -215,7 +215,7 @@ class SavedRollouts:
         self.draws: list[Draw] = []
 
     def draw(self, step: int) -> list[list[Sample]]:
-        """This rank's answers in the next draw of a step, as one list per prompt.
+        """This rank's responses in the next draw of a step, as one list per prompt.
 
         If their log-probabilities are unknown, the trainer computes them with its current weights.
         """

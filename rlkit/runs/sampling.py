@@ -1,4 +1,4 @@
-"""Samples answers of the policy: encodes prompts, syncs weights, and scores answers while others are generated."""
+"""Samples responses of the policy: encodes prompts, syncs weights, and scores responses while others are generated."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from rlkit.data import Sample, Task
 from rlkit.rewards import RewardScorer
 from rlkit.rollout import Sampling, WeightSyncCheck
-from rlkit.runs.answers import (
-    Answers,
+from rlkit.runs.models import sync_check_dtype
+from rlkit.runs.options import sends_adapters
+from rlkit.runs.responses import (
     Compares,
     LearningWarnings,
     Prompts,
-    answer_metrics,
-    keep_answers,
+    Responses,
+    keep_responses,
+    response_metrics,
     too_few_scored,
 )
-from rlkit.runs.models import sync_check_dtype
-from rlkit.runs.options import sends_adapters
 from rlkit.runs.rollouts import SavedRollouts, record_draw
 from rlkit.tracking import Run
 from rlkit.vlm.long_rope import usable_context
@@ -38,7 +38,7 @@ def compute_dtype(engine: Any) -> torch.dtype | None:
 
 
 def context_length(engine: Any, rollout: Any) -> int:
-    """Maximum number of tokens of a prompt and its answer: the context of the model, or of the sampler if smaller."""
+    """Maximum number of tokens of a prompt and its response: the context of the model, or of the sampler if smaller."""
     of_model = usable_context(engine.config, getattr(engine, "longest_sequence", None))
     return min(of_model, getattr(rollout, "max_model_len", of_model))
 
@@ -83,14 +83,14 @@ def encoder_for(cfg: Any, processor: Any) -> PromptEncoder:
 
 
 class PolicySampler:
-    """Generates answers with the current weights of the policy, and has them scored.
+    """Generates responses with the current weights of the policy, and has them scored.
 
     Args:
-        cfg: options that include `rlkit.runs.GenerationOptions`, and `PolicyOptions` if the answers are trained on.
-        task: the task, whose reward scores the answers.
+        cfg: options that include `rlkit.runs.GenerationOptions`, and `PolicyOptions` if the responses are trained on.
+        task: the task, whose reward scores the responses.
         processor: processor of the model, for encoding prompts.
         generate: replaces `rollout.generate`; called with (prompts, sampling, n=..., on_finished=...).
-        compares: which rewards the recipe compares: of the answers to a prompt ("group"), of all answers of a step
+        compares: which rewards the recipe compares: of the responses to a prompt ("group"), of all responses of a step
             ("batch"), or none, because it does not train on rewards ("nothing"). A warning says if they are equal.
         sends_weights: whether to send the trained weights to the sampling back end before it generates. If False, the
             recipe sends them.
@@ -124,13 +124,13 @@ class PolicySampler:
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens of a prompt that leave room for an answer in the context of model and sampler."""
+        """Most tokens of a prompt that leave room for a response in the context of model and sampler."""
         return context_length(self.engine, self.rollout) - self.cfg.max_new_tokens
 
     def encode(self, rows: Iterable[tuple[int, Any]]) -> Prompts:
         """Encode this rank's share of the (group id, row) pairs of all ranks.
 
-        Rows that cannot be read, are longer than `cfg.max_prompt_tokens`, or leave no room for an answer are skipped,
+        Rows that cannot be read, are longer than `cfg.max_prompt_tokens`, or leave no room for a response are skipped,
         and named in the log.
         """
         max_tokens = min(self.cfg.max_prompt_tokens or self.longest_prompt, self.longest_prompt)
@@ -142,7 +142,7 @@ class PolicySampler:
         """Inside the `with` block, the sampling back end has the trained weights. Afterwards it sleeps.
 
         Args:
-            training: as in `sample`. Nothing is sent if answers are read from saved rollouts.
+            training: as in `sample`. Nothing is sent if responses are read from saved rollouts.
         """
         if not self.sends_weights or (training and self._reads_rollouts):
             yield
@@ -177,58 +177,58 @@ class PolicySampler:
 
     def sync_and_sample(
         self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate", training: bool = True
-    ) -> Answers:
+    ) -> Responses:
         """`sample` with the trainer's current weights, which are sent first. All ranks call this together."""
         with self.current_weights(training=training):
             return self.sample(prompts, sampling, n, phase=phase, training=training)
 
     def sample(
         self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate", training: bool = True
-    ) -> Answers:
-        """Sample n answers to each prompt with the weights that the sampling back end has, and have them scored.
+    ) -> Responses:
+        """Sample n responses to each prompt with the weights that the sampling back end has, and have them scored.
 
         Args:
-            training: the answers are trained on. Only these are recorded (`--save_rollouts`), and with
-                `--from_rollouts` they are the saved answers of this step.
+            training: the responses are trained on. Only these are recorded (`--save_rollouts`), and with
+                `--from_rollouts` they are the saved responses of this step.
         """
         self.run.phase(phase)
         if training and self._reads_rollouts:
-            answers = self._saved_answers(prompts, phase)
+            responses = self._saved_responses(prompts, phase)
         else:
             generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.scorer.submit)
             if training:
                 self.check_routing(generated)
-            answers = self._scored(prompts, phase, generated)
+            responses = self._scored(prompts, phase, generated)
         if training:
-            record_draw(self.run, self.engine, prompts.samples, sampling, phase, answers.generated, answers.rewards)
-        return answers
+            record_draw(self.run, self.engine, prompts.samples, sampling, phase, responses.generated, responses.rewards)
+        return responses
 
-    def check_routing(self, answers: Sequence[Sample]) -> None:
+    def check_routing(self, responses: Sequence[Sample]) -> None:
         """With `--router_replay`, end the run if the sampler did not record its choice of experts."""
-        if getattr(self.cfg, "router_replay", False) and any(answer.routed_experts is None for answer in answers):
+        if getattr(self.cfg, "router_replay", False) and any(response.routed_experts is None for response in responses):
             self.run.stop(
-                f"router_replay: expected answers with the experts that {self.cfg.rollout} chose, got some without; "
+                f"router_replay: expected responses with the experts that {self.cfg.rollout} chose, got some without; "
                 "servers record them with --enable-return-routed-experts"
             )
 
-    def greedy(self, prompts: Prompts, *, phase: str = "generate", training: bool = True) -> Answers:
-        """`sync_and_sample` of one greedy answer to each prompt."""
+    def greedy(self, prompts: Prompts, *, phase: str = "generate", training: bool = True) -> Responses:
+        """`sync_and_sample` of one greedy response to each prompt."""
         sampling = Sampling(self.cfg.max_new_tokens, temperature=0.0)
         return self.sync_and_sample(prompts, sampling, phase=phase, training=training)
 
-    def _scored(self, prompts: Prompts, phase: str, generated: list[Sample]) -> Answers:
-        """Wait until all answers are scored, and return them with their rewards."""
+    def _scored(self, prompts: Prompts, phase: str, generated: list[Sample]) -> Responses:
+        """Wait until all responses are scored, and return them with their rewards."""
         self.run.phase("reward" if phase == "generate" else phase)  # waiting for the remaining rewards
         rewards, parts, seconds = self.scorer.result()
-        return Answers(generated, rewards, parts, prompts.skipped, self.scorer.reasons, seconds)
+        return Responses(generated, rewards, parts, prompts.skipped, self.scorer.reasons, seconds)
 
     @property
     def _reads_rollouts(self) -> bool:
-        """Whether the answers of a step are read from saved rollouts."""
+        """Whether the responses of a step are read from saved rollouts."""
         return self.saved is not None and self.run.running_step is not None
 
-    def _saved_answers(self, prompts: Prompts, phase: str) -> Answers:
-        """The answers of this step in saved rollouts, with new rewards, or with `cfg.keep_rewards` the saved ones."""
+    def _saved_responses(self, prompts: Prompts, phase: str) -> Responses:
+        """The responses of this step in saved rollouts, with new rewards, or with `cfg.keep_rewards` the saved ones."""
         assert self.saved is not None and self.run.running_step is not None
         try:
             groups = self.saved.draw(self.run.running_step)
@@ -237,14 +237,14 @@ class PolicySampler:
         generated = [sample for group in groups for sample in group]
         if self.cfg.keep_rewards:
             rewards = torch.tensor([sample.reward for sample in generated], dtype=torch.float32)
-            return Answers(generated, rewards, skipped=prompts.skipped)
+            return Responses(generated, rewards, skipped=prompts.skipped)
         for i, group in enumerate(groups):
             self.scorer.submit(i, group)
         return self._scored(prompts, phase, generated)
 
-    def stop_if_rewards_failed(self, answers: Answers) -> None:
-        """End the run if more than a share `cfg.max_failed_rewards` of all ranks' answers could not be scored."""
-        if problem := too_few_scored(answers, self.engine.global_sum, self.cfg.max_failed_rewards):
+    def stop_if_rewards_failed(self, responses: Responses) -> None:
+        """End the run if more than a share `cfg.max_failed_rewards` of all ranks' responses could not be scored."""
+        if problem := too_few_scored(responses, self.engine.global_sum, self.cfg.max_failed_rewards):
             self.run.stop(problem)
 
     @cached_property
@@ -256,30 +256,30 @@ class PolicySampler:
         """End the run if the sampler clearly lacks the trained weights; see `rlkit.rollout.WeightSyncCheck`.
 
         Args:
-            mismatch: the step's `mismatch/abs_dlogp`, on answers that were sampled with the current weights.
+            mismatch: the step's `mismatch/abs_dlogp`, on responses that were sampled with the current weights.
         """
         if problem := self._check_sync(mismatch):
             self.run.stop(problem)
         self.run.first_mismatch = self._check_sync.first
 
-    def metrics(self, answers: Answers) -> dict[str, float]:
-        """Metrics for `Run.log`, over the answers of all ranks; see `rlkit.runs.answers.answer_metrics`.
+    def metrics(self, responses: Responses) -> dict[str, float]:
+        """Metrics for `Run.log`, over the responses of all ranks; see `rlkit.runs.responses.response_metrics`.
 
-        `weight_sync/bytes` is the size of what the sampling back end was sent for the answers.
+        `weight_sync/bytes` is the size of what the sampling back end was sent for the responses.
         """
-        metrics = answer_metrics(answers, self.engine)
+        metrics = response_metrics(responses, self.engine)
         if self.sent_bytes:  # none are sent to hf
             metrics["weight_sync/bytes"] = self.sent_bytes
         return metrics
 
-    def report(self, answers: Answers, metrics: Mapping[str, float]) -> None:
-        """Show people the answers: those to rank 0's first prompts are on the page after the next `Run.log`.
+    def report(self, responses: Responses, metrics: Mapping[str, float]) -> None:
+        """Show people the responses: those to rank 0's first prompts are on the page after the next `Run.log`.
 
-        If the policy cannot learn from the answers, a warning says why, once.
+        If the policy cannot learn from the responses, a warning says why, once.
 
         Args:
-            metrics: include those of `metrics(answers)`.
+            metrics: include those of `metrics(responses)`.
         """
         if self.run.is_main_process:
-            keep_answers(self.run, answers, self.cfg.log_prompts)
+            keep_responses(self.run, responses, self.cfg.log_prompts)
         self.warnings.check(metrics)

@@ -34,7 +34,7 @@ def build_server_rollout(cfg: Any, run: Run, path: str, processor: Any, engine: 
     if engine.model_parallel_group is not None:
         raise ValueError(
             "parallel: expected ranks with rows of their own, got ranks that share rows and would be sent different "
-            "answers; use grpo_vlm.py"
+            "responses; use grpo_vlm.py"
         )
     shares_gpu = own_server_shares_gpu(cfg, dist.get_world_size())
     if cfg.rollout == "vllm_server" and not cfg.servers:

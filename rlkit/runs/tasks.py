@@ -29,7 +29,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
     In recipes that train, `cfg.heldout_rows` bounds the number of held-out rows.
 
     Args:
-        cfg: options; they include `RewardOptions` in recipes that score answers.
+        cfg: options; they include `RewardOptions` in recipes that score responses.
         name: name of the task: `cfg.task`, or one of several.
         load: `load_task`, `load_chats`, `load_pairs` or `load_unpaired`.
 
@@ -58,7 +58,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         task,
         system_prompt=cfg.system_prompt,
         prompt_template=cfg.prompt_template,
-        answer_prefix=cfg.answer_prefix,
+        response_prefix=cfg.response_prefix,
         chat_template_kwargs={name: option_value(text) for name, text in cfg.chat_template_kwargs.items()},
         thinking_tags=getattr(cfg, "thinking_tags", ()),
     )
@@ -75,7 +75,8 @@ def _at_most(count: int, heldout: Sequence[Row]) -> Sequence[Row]:
 
 
 def _scored_as_asked(cfg: RewardOptions, reward: Callable[..., Any]) -> Callable[..., Any]:
-    """The reward, with --isolate_reward in worker processes, and with --split_thinking without an answer's thinking."""
+    """The reward, with --isolate_reward in worker processes, and with --split_thinking without a response's
+    thinking."""
     if cfg.isolate_reward:
         reward = isolated(reward, seconds=cfg.reward_seconds, memory=int(cfg.reward_memory * 2**30))
     return without_thinking(reward) if cfg.split_thinking else reward

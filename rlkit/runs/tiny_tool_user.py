@@ -53,8 +53,8 @@ def build_tiny_tool_user(
     episodes = run_episodes(scripted, prompts, Sampling(max_new_tokens), tool, processor=processor)
 
     def imitation(out: Any, mb: Any) -> tuple[Any, dict]:
-        answers = (mb.tokens == processor.image_token_id).cumsum(1) > 1  # the tokens after the second image
-        weights = 1 + 9 * answers  # a call has ten tokens and is learned fast; an answer has one
+        responses = (mb.tokens == processor.image_token_id).cumsum(1) > 1  # the tokens after the second image
+        weights = 1 + 9 * responses  # a call has ten tokens and is learned fast; a response has one
         return -token_mean(out.logprobs * weights, mb.mask, mb.total_tokens), {}
 
     for _ in range(160):

@@ -25,9 +25,9 @@ def group_ids_of_all_ranks(group_ids: Tensor, engine: Any) -> np.ndarray:
 def split_by_prompt(batch: Batch, parts: int, engine: Any, seed: Sequence[int]) -> Iterator[Batch]:
     """Shuffle the prompts of all ranks and split them into parts, each made when it is needed.
 
-    A part has all answers to its prompts, which are the same on any number of ranks. Parts without a trained token are
-    left out. One part is the batch itself, and so is the only part of a batch without any trained token. All ranks call
-    this together.
+    A part has all responses to its prompts, which are the same on any number of ranks. Parts without a trained token
+    are left out. One part is the batch itself, and so is the only part of a batch without any trained token. All ranks
+    call this together.
 
     Args:
         batch: rows of this rank.

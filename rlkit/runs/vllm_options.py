@@ -28,7 +28,7 @@ def own_server_shares_gpu(cfg: Any, ranks: int) -> bool:
 
 
 def vllm_options(cfg: Any, engines: Sequence[Any]) -> dict[str, Any]:
-    """`max_model_len` if the options limit prompts and answers, room for an adapter if adapters alone are sent, and
+    """`max_model_len` if the options limit prompts and responses, room for an adapter if adapters alone are sent, and
     `gpu_memory_utilization` on a GPU.
 
     Args:
@@ -70,7 +70,7 @@ def processor_flags(cfg: Any) -> list[str]:
 
 
 def length_flags(cfg: Any, config: Any) -> list[str]:
-    """The longest sequence as a flag of a vLLM server, if the options limit prompts and answers.
+    """The longest sequence as a flag of a vLLM server, if the options limit prompts and responses.
 
     Without limits, the longest length for short factors of a model with LongRoPE, see rlkit.vlm.long_rope.
 
@@ -82,10 +82,10 @@ def length_flags(cfg: Any, config: Any) -> list[str]:
 
 
 def longest_sequence(cfg: Any) -> int | None:
-    """Largest number of tokens of a prompt and its answer together; None if only the model's context limits them."""
+    """Largest number of tokens of a prompt and its response together; None if only the model's context limits them."""
     prompt = getattr(cfg, "max_prompt_tokens", 0)
-    answer = longest_answer(cfg) if prompt else 0
-    return prompt + answer if answer else None
+    response = longest_response(cfg) if prompt else 0
+    return prompt + response if response else None
 
 
 def longest_row(cfg: Any) -> int | None:
@@ -93,7 +93,7 @@ def longest_row(cfg: Any) -> int | None:
     return longest_sequence(cfg) or getattr(cfg, "max_tokens", 0) or None
 
 
-def longest_answer(cfg: Any) -> int:
+def longest_response(cfg: Any) -> int:
     """Largest number of tokens after a prompt; 0 if only the model's context limits an episode of several turns."""
     several_turns = getattr(cfg, "max_turns", 1) > 1
     return getattr(cfg, "max_response_tokens", 0) if several_turns else cfg.max_new_tokens

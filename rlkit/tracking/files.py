@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
-SAMPLES = "samples.jsonl"  # written and read by rlkit.report.answers
+SAMPLES = "samples.jsonl"  # written and read by rlkit.report.responses
 
 
 def keep_earlier_config(out: Path) -> None:

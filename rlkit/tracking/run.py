@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlkit.tracking.answers import log_answers
 from rlkit.tracking.files import (
     CONFIG,
     EVAL,
@@ -30,6 +29,7 @@ from rlkit.tracking.files import (
     replace_file,
     versions,
 )
+from rlkit.tracking.responses import log_responses
 from rlkit.tracking.status import progress_bar, show_phase
 from rlkit.tracking.throughput import (
     gpu_peak,
@@ -110,8 +110,8 @@ class Run:
         self.write_page, self.page_seconds, self.profiler = write_page, page_seconds, profiler
         self._page_writer: threading.Thread | None = None
         self._page_due = 0.0
-        self._answers: list[Mapping[str, Any]] = []
-        self._without_answers: set[str] = set()  # trackers that could not take answers
+        self._responses: list[Mapping[str, Any]] = []
+        self._without_responses: set[str] = set()  # trackers that could not take responses
         self._times: dict[str, float] = defaultdict(float)
         self._memory: dict[str, float] = defaultdict(float)
         self._take_flops, self._train_flops = take_flops, 0.0
@@ -128,9 +128,9 @@ class Run:
             threading.Thread(target=watch, args=arguments, daemon=True, name="watchdog").start()
 
     def drop_metrics_from(self, step: int) -> None:
-        """Removes metrics and answers of `step` and later steps, which a resumed run logs again.
+        """Removes metrics and responses of `step` and later steps, which a resumed run logs again.
 
-        Held-out answers after `step` finished steps stay, because they are not logged again.
+        Held-out responses after `step` finished steps stay, because they are not logged again.
         """
         if not self.is_main_process:
             return
@@ -185,9 +185,9 @@ class Run:
         if self.progress is not None:
             show_phase(self.progress, name)
 
-    def keep_answers(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Keeps records of answers, which the next `log` writes to samples.jsonl; see rlkit.report.answers."""
-        self._answers += records
+    def keep_responses(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Keeps records of responses, which the next `log` writes to samples.jsonl; see rlkit.report.responses."""
+        self._responses += records
 
     def log(self, step: int, metrics: Mapping[str, Any], *, show: Mapping[str, str] | None = None) -> None:
         """Writes one line of `metrics.jsonl`, with these metrics and timings, and sends it to the trackers.
@@ -219,10 +219,10 @@ class Run:
         row = {**metrics, **times, **memory, **planned, **rates(metrics, times, self.peak)}
         if self.is_main_process:
             self.append(METRICS, [{"step": step, **row}])
-            self.append(SAMPLES, [{**record, "step": step} for record in self._answers])
+            self.append(SAMPLES, [{**record, "step": step} for record in self._responses])
             self._write_page_if_due()
-        self._log_answers_to_trackers()
-        self._answers = []
+        self._log_responses_to_trackers()
+        self._responses = []
         if self.progress is not None:
             self.progress.set_postfix_str(self._status(row, show or {}), refresh=False)
         self._log_to_trackers(row, step)
@@ -325,15 +325,16 @@ class Run:
             except Exception as error:  # the run's own files have the metrics
                 self.print(f"tracker {tracker.name}: metrics could not be logged: {type(error).__name__}: {error}")
 
-    def _log_answers_to_trackers(self) -> None:
-        """Sends the kept answers to the trackers. One that cannot take them gets no further answers."""
-        for tracker in self.trackers if self._answers else ():
-            if tracker.name not in self._without_answers:
+    def _log_responses_to_trackers(self) -> None:
+        """Sends the kept responses to the trackers. One that cannot take them gets no further responses."""
+        for tracker in self.trackers if self._responses else ():
+            if tracker.name not in self._without_responses:
                 try:
-                    log_answers(tracker, self.out, self.step, self._answers)
-                except Exception as error:  # samples.jsonl has the answers
-                    self._without_answers.add(tracker.name)
-                    self.print(f"tracker {tracker.name}: answers could not be logged: {type(error).__name__}: {error}")
+                    log_responses(tracker, self.out, self.step, self._responses)
+                except Exception as error:  # samples.jsonl has the responses
+                    self._without_responses.add(tracker.name)
+                    problem = f"{type(error).__name__}: {error}"
+                    self.print(f"tracker {tracker.name}: responses could not be logged: {problem}")
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         text = json.dumps(content, indent=1, default=str) + "\n"

@@ -10,7 +10,6 @@ from rlkit.vlm.adapt import (
     trainable_summary,
     vision_tower_pattern,
 )
-from rlkit.vlm.answers import encode_answers, encode_chat
 from rlkit.vlm.audios import load_audio
 from rlkit.vlm.checkpoint_weights import merged_parameters
 from rlkit.vlm.images import load_image
@@ -19,6 +18,7 @@ from rlkit.vlm.observations import encode_observation
 from rlkit.vlm.processors import decode, load_processor, placeholder_ids, suppressed_token_ids
 from rlkit.vlm.prompts import encode_prompt, encode_prompts
 from rlkit.vlm.rendering import render
+from rlkit.vlm.responses import encode_chat, encode_responses
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 from rlkit.vlm.tiny import (
     build_tiny,
@@ -38,7 +38,7 @@ __all__ = [
     "audio_tower_pattern",
     "build_tiny",
     "decode",
-    "encode_answers",
+    "encode_responses",
     "encode_chat",
     "encode_observation",
     "encode_prompt",

@@ -98,7 +98,7 @@ TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkp
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 TOKENWISE_LAYERS = frozenset({"mlp", "moe"})  # layers of their own in Nemotron-H, without attention
-# classes of transformers with the gated delta rule, whose last state can be handed on from a prompt to its answers
+# classes of transformers with the gated delta rule, whose last state can be handed on from a prompt to its responses
 DELTA_RULE_CLASSES = frozenset(
     {
         "Glm5NextTextLinearAttention",

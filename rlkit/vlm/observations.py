@@ -14,9 +14,9 @@ from rlkit.data.samples import Sample
 from rlkit.data.thinking_tags import THINKING_TAGS, opens_thinking
 from rlkit.vlm.encoding import encode_text
 from rlkit.vlm.missing_text import missing_text
-from rlkit.vlm.rendering import ANSWER, render_unchecked
+from rlkit.vlm.rendering import RESPONSE, render_unchecked
 
-THOUGHT = "(rlkit's probe: a thought)"  # stands for that of the sampled turn, as ANSWER stands for its answer
+THOUGHT = "(rlkit's probe: a thought)"  # stands for that of the sampled turn, as RESPONSE stands for its response
 
 
 def encode_observation(
@@ -28,7 +28,7 @@ def encode_observation(
     tools: Any = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     thinking_tags: tuple[str, str] = THINKING_TAGS,
-    answer_prefix: str = "",
+    response_prefix: str = "",
     ended_by: int | None = None,
 ) -> Sample:
     """The tokens between one assistant turn and the next: an environment's message, and the start of the next turn.
@@ -43,7 +43,7 @@ def encode_observation(
         images: of the reply.
         tools, chat_template_kwargs: as for `render`.
         thinking_tags: what begins and ends thinking.
-        answer_prefix: the beginning of the next turn, which the policy does not sample.
+        response_prefix: the beginning of the next turn, which the policy does not sample.
         ended_by: the last sampled token of the assistant's turn; by default the template's end token.
 
     Returns:
@@ -57,10 +57,10 @@ def encode_observation(
     tokenizer = getattr(processor, "tokenizer", processor)
     options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
     template = f"chat template of {tokenizer.name_or_path or type(processor).__name__!r}"
-    added = _text_after_answer(processor, messages, reply, options, thinking_tags, template)
+    added = _text_after_response(processor, messages, reply, options, thinking_tags, template)
     if missing := missing_text(processor, added, [reply], thinking_tags, name="observation"):
         raise ValueError(f"{template}: {missing}")
-    added += answer_prefix
+    added += response_prefix
     sample = encode_text(processor, added, images)
     ending = [*takewhile(tokenizer.added_tokens_decoder.__contains__, sample.token_ids)]
     if not ending:
@@ -72,7 +72,7 @@ def encode_observation(
     return replace(sample, row={"thinking_opened": opens_thinking(added, thinking_tags)}, **rest)
 
 
-def _text_after_answer(
+def _text_after_response(
     processor: Any,
     messages: Sequence[Message],
     reply: Message,
@@ -82,14 +82,14 @@ def _text_after_answer(
 ) -> str:
     """What the template adds to the text of an assistant's turn if a reply follows, up to the next turn."""
     begin, end = thinking_tags
-    turns = [*messages, {"role": "assistant", "content": f"{begin}\n{THOUGHT}\n{end}\n\n{ANSWER}"}]
+    turns = [*messages, {"role": "assistant", "content": f"{begin}\n{THOUGHT}\n{end}\n\n{RESPONSE}"}]
     before = render_unchecked(processor, turns, **options)
     after = render_unchecked(processor, [*turns, reply], add_generation_prompt=True, **options)
-    head, has_answer, _ = before.rpartition(ANSWER)
-    if not has_answer or THOUGHT not in head or not after.startswith(head + ANSWER):
+    head, has_response, _ = before.rpartition(RESPONSE)
+    if not has_response or THOUGHT not in head or not after.startswith(head + RESPONSE):
         raise ValueError(
             f"{template}: expected earlier turns to stay as they were sampled when a message of the role "
             f"{reply['role']!r} follows, got rewritten ones; another role or another template is needed "
             "(--chat_template FILE)"
         )
-    return after.removeprefix(head + ANSWER)
+    return after.removeprefix(head + RESPONSE)

@@ -151,7 +151,7 @@ def _restore_attention_scale(config: Any) -> None:
 
 
 def _end_token_ids(reader: Any) -> list[int]:
-    """Tokens at which llama.cpp ends an answer: the file's end of text, of a turn and of a message."""
+    """Tokens at which llama.cpp ends a response: the file's end of text, of a turn and of a message."""
     fields = (reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return sorted({int(field.contents()) for field in fields if field})
 

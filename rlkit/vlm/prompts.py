@@ -32,7 +32,7 @@ def encode_prompt(
     Args:
         processor: a transformers processor (or a tokenizer, for rows of text).
         row: `question` or `messages`, `images`, `videos` and `audios`; see rlkit.data.tasks. `tools` and
-            `chat_template_kwargs` are passed to the template, and the prompt ends with `answer_prefix`. A row with
+            `chat_template_kwargs` are passed to the template, and the prompt ends with `response_prefix`. A row with
             `plain_text` has an empty prompt. If the prompt ends with the first of the row's `thinking_tags`, by default
             `<think>`, the sample's row says so: `thinking_opened` is True.
         max_tokens: the longest prompt allowed, in expanded tokens.
@@ -53,7 +53,7 @@ def encode_prompt(
         videos, audios = load_videos(processor, video_sources), load_audios(processor, audio_sources)
         options = {"thinking_tags": thinking_tags_of(row), **template_options(row)}
         text = render(processor, messages, add_generation_prompt=True, **options)
-        text += row.get("answer_prefix") or ""
+        text += row.get("response_prefix") or ""
         thinking_opened = opens_thinking(text, thinking_tags_of(row))
         sample = encode_text(processor, text, images, videos, audios)
     except ValueError as error:

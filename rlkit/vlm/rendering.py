@@ -14,7 +14,7 @@ from rlkit.vlm.chat_template import check_template_options, check_template_shows
 from rlkit.vlm.missing_text import missing_text
 
 # contents of messages that are rendered to see what a template writes around them
-ANSWER = "(rlkit's probe: an answer)"
+RESPONSE = "(rlkit's probe: a response)"
 OBSERVATION = "(rlkit's probe: an observation)"
 
 

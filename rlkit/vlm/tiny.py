@@ -190,8 +190,8 @@ def build_tiny(
 ) -> None:
     """Initialises a tiny model, warms it up on a task's rows, and writes a model directory.
 
-    The warm-up is a few seconds of supervised fine-tuning. Most answers are replaced with those of other rows, so the
-    model learns the form of an answer and little of its content.
+    The warm-up is a few seconds of supervised fine-tuning. Most responses are replaced with those of other rows, so the
+    model learns the form of a response and little of its content.
 
     Args:
         path: directory to write; it is complete or does not exist.
@@ -199,7 +199,7 @@ def build_tiny(
             tower. Rows that cannot be read are left out of the warm-up.
         seed: for the weights and the warm-up.
         warm_up_steps: training steps of 32 rows each.
-        label_noise: share of answers that are replaced.
+        label_noise: share of responses that are replaced.
         lr: learning rate of the warm-up.
 
     Raises:
@@ -224,8 +224,8 @@ def build_tiny(
             model = Qwen2ForCausalLM(tiny_text_config(tokenizer))
     rng = np.random.default_rng(seed)
     noisy = rng.permutation(words), rng.random(len(rows)) < label_noise
-    answers = [str(other) if swap else word for word, other, swap in zip(words, *noisy, strict=True)]
-    _warm_up(model, processor, rows, answers, warm_up_steps, lr, rng)
+    responses = [str(other) if swap else word for word, other, swap in zip(words, *noisy, strict=True)]
+    _warm_up(model, processor, rows, responses, warm_up_steps, lr, rng)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     part = Path(f"{path}.part")
@@ -270,7 +270,7 @@ def model_or_tiny(model: str, place: Path, rows: Sequence[Mapping[str, Any]], **
 def _warm_up(
     model: Any, processor: Any, rows: Sequence[Any], labels: Sequence[str], steps: int, lr: float, rng: Any
 ) -> None:
-    """Supervised fine-tuning with transformers' loss, on the answers only. Rows that cannot be read are left out.
+    """Supervised fine-tuning with transformers' loss, on the responses only. Rows that cannot be read are left out.
 
     Raises:
         ValueError: none of the rows can be read.
@@ -312,18 +312,18 @@ def _reason_to_skip(processor: Any, row: Any) -> str | None:
 
 
 def _inputs_and_labels(processor: Any, pairs: Sequence[tuple[Any, str]]) -> dict[str, Any]:
-    """A padded batch of rows with their answers, in which the labels are the tokens of the answers."""
+    """A padded batch of rows with their responses, in which the labels are the tokens of the responses."""
     tokenizer = getattr(processor, "tokenizer", processor)
     chats = [prompt_of(row) for row, _ in pairs]
     prompts = [render(processor, chat.messages, add_generation_prompt=True) for chat in chats]
-    answers = [f"{label}<|im_end|>" for _, label in pairs]
-    text = [q + a for q, a in zip(prompts, answers, strict=True)]
+    responses = [f"{label}<|im_end|>" for _, label in pairs]
+    text = [q + a for q, a in zip(prompts, responses, strict=True)]
     images = {"images": found} if (found := [load_image(image) for chat in chats for image in chat.images]) else {}
     videos = load_videos(processor, [video for chat in chats for video in chat.videos])
     media = {**images, **(video_arguments(processor, videos) if videos else {})}
     inputs = processor(text=text, padding=True, return_tensors="pt", **media)
-    labels = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer is at the end
-    for i, answer in enumerate(answers):
-        n = len(tokenizer(answer)["input_ids"])
+    labels = torch.full_like(inputs["input_ids"], -100)  # left-padded: the response is at the end
+    for i, response in enumerate(responses):
+        n = len(tokenizer(response)["input_ids"])
         labels[i, -n:] = inputs["input_ids"][i, -n:]
     return {**inputs, "labels": labels}

@@ -18,7 +18,7 @@ def problem(seed, b=5, t=9):
 
 
 def test_golden_n_step():
-    """The third token is tool output; the answer was cut off where the value is 8."""
+    """The third token is tool output; the response was cut off where the value is 8."""
     rewards, values = torch.tensor([[1.0, 2.0, 99.0, 4.0]]), torch.tensor([[10.0, 20.0, 99.0, 40.0]])
     mask, end = torch.tensor([[True, True, False, True]]), torch.tensor([8.0])
     close(n_step_returns(rewards, values, mask, 1, 0.5, end), [[1 + 10.0, 2 + 20.0, 0, 4 + 4.0]])

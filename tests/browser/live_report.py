@@ -69,7 +69,7 @@ def group(out: Path, step: int, prompt: int, rewards: list, text: str = "It is {
 def a_run(out: Path, *, height: float = 1.0, steps: int = STEPS, lr: float = 1e-3) -> Run:
     run = Run(out, {"lr": lr, "steps": STEPS, "note": f"</script>{EVIL}"})
     for step in range(steps):
-        run.keep_answers([group(out, step, 0, [0.0, 0.0]), group(out, step, 1, [step / STEPS, 1.0], EVIL + " {}")])
+        run.keep_responses([group(out, step, 0, [0.0, 0.0]), group(out, step, 1, [step / STEPS, 1.0], EVIL + " {}")])
         run.log(
             step, {"reward/mean": height * step / STEPS, "loss": 1.0, "mismatch/abs_dlogp": 1e-5, "time/train": 2.0}
         )
@@ -134,55 +134,55 @@ def test_a_part_of_the_run_is_zoomed_into_and_stays_so_over_a_reload(page, repor
     assert ends() == ["0", "39"]
 
 
-def test_answers_are_found_by_step_reward_and_prompt(page, report):
+def test_responses_are_found_by_step_reward_and_prompt(page, report):
     open_page(page, report)
-    count = page.locator("#answer-count")
+    count = page.locator("#response-count")
     assert count.inner_text() == "81 of the 81 prompts on this page."
-    page.select_option("#answer-kind", "held-out")
+    page.select_option("#response-kind", "held-out")
     assert count.inner_text().startswith("1 of 81") and "held?" in page.locator(".prompt").inner_text()
     page.get_by_role("button", name="show all").click()
-    page.select_option("#answer-step", "7")
+    page.select_option("#response-step", "7")
     assert count.inner_text().startswith("2 of 81") and page.locator(".prompt").count() == 2
-    page.select_option("#answer-rewards", "differ")
+    page.select_option("#response-rewards", "differ")
     card = page.locator(".prompt")
     assert card.count() == 1 and "picture 1" in card.inner_text() and "0.175" in card.inner_text()
     page.get_by_role("button", name="show all").click()
     page.fill("#reward-low", "0.95")
     assert count.inner_text().startswith("4 of 81")  # (1 + step / 40) / 2 from step 36 on
     page.get_by_role("button", name="show all").click()
-    page.fill("#answer-text", "picture 0")
+    page.fill("#response-text", "picture 0")
     assert count.inner_text().startswith("40 of 81")
-    page.select_option("#answer-order", "oldest")
+    page.select_option("#response-order", "oldest")
     assert "step 0 " in page.locator(".prompt .where").first.inner_text()
     assert page.locator(".prompt").count() == 20
     page.get_by_role("button", name="more").click()
     assert page.locator(".prompt").count() == 40
 
 
-def test_a_click_on_a_curve_shows_the_answers_of_that_step(page, report):
+def test_a_click_on_a_curve_shows_the_responses_of_that_step(page, report):
     open_page(page, report)
     step = point_at(page, "reward/mean", 0.3).split()[0]
     page.mouse.down()
     page.mouse.up()
-    assert page.locator("#answer-count").inner_text().startswith("2 of 81")
+    assert page.locator("#response-count").inner_text().startswith("2 of 81")
     assert all(f"step {step} " in text for text in page.locator(".prompt .where").all_inner_texts())
 
 
 def test_the_places_of_one_prompt(page, tmp_path):
     run = Run(tmp_path, {})
     for step in range(6):
-        run.keep_answers([{**group(tmp_path, 0, step % 2, [0.0, 1.0]), "step": step}])
+        run.keep_responses([{**group(tmp_path, 0, step % 2, [0.0, 1.0]), "step": step}])
         run.log(step, {"reward/mean": 0.5})
     open_page(page, write_report(tmp_path))
     page.get_by_role("button", name="this prompt in all 3 places").first.click()
-    assert page.locator("#answer-count").inner_text() == "3 of the 6 prompts on this page."
+    assert page.locator("#response-count").inner_text() == "3 of the 6 prompts on this page."
 
 
 def test_audios_can_be_played(page, tmp_path):
     tones = [Audio(0.1 * np.sin(np.arange(16000 * n) / 9).astype("float32"), 16000) for n in (2, 31)]
     sample = prompt_sample([1], row={"question": "What is heard?", "answer": "two tones"}, audios=tones)
     run = Run(tmp_path, {})
-    run.keep_answers([prompt_record(tmp_path, [replace(sample, text="one", reward=0.0)], "training", 0)])
+    run.keep_responses([prompt_record(tmp_path, [replace(sample, text="one", reward=0.0)], "training", 0)])
     run.log(0, {"reward/mean": 0.5})
     page.goto(write_report(tmp_path).as_uri())
     players = page.locator(".prompt audio")
@@ -195,9 +195,9 @@ def test_audios_can_be_played(page, tmp_path):
 def test_text_with_html_is_shown_as_text(page, report):
     open_page(page, report)
     assert page.title() == f"a run {EVIL}" and page.locator("h1").inner_text() == f"a run {EVIL}"
-    page.fill("#answer-text", "onerror")
-    assert any(text.startswith(EVIL) for text in page.locator(".answer-text").all_inner_texts())
-    assert page.locator("#answers script, #answers iframe, #answers a").count() == 0
+    page.fill("#response-text", "onerror")
+    assert any(text.startswith(EVIL) for text in page.locator(".response-text").all_inner_texts())
+    assert page.locator("#responses script, #responses iframe, #responses a").count() == 0
     assert EVIL in page.locator(".prompt .question").nth(1).inner_text()
     assert EVIL.replace('"', '\\"') in page.locator("#option-list").inner_text()
 
@@ -276,5 +276,5 @@ def test_runs_beside_each_other(page, tmp_path):
     assert values == ["39", "0.4875", "0.975"]
     rows = page.locator("#option-list tr").all_inner_texts()
     assert [row.split()[0] for row in rows] == ["option", "lr"]
-    page.select_option("#answer-run", "1")
-    assert page.locator("#answer-count").inner_text() == "80 of the 80 prompts on this page."
+    page.select_option("#response-run", "1")
+    assert page.locator("#response-count").inner_text() == "80 of the 80 prompts on this page."

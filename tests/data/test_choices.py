@@ -133,7 +133,10 @@ def test_prompts_with_more_around_them(processor, tmp_path):
     picture = Image.new("RGB", (56, 56))
     task = Task("mine", [{"question": "What {is} it?", "images": [picture], "answer": "3"}], [], exact_match)
     more = with_prompt(
-        task, system_prompt="Be brief.", prompt_template="Look:\n{question}\nUse \\boxed{}.", answer_prefix="<think>\n"
+        task,
+        system_prompt="Be brief.",
+        prompt_template="Look:\n{question}\nUse \\boxed{}.",
+        response_prefix="<think>\n",
     )
     seen = "<|vision_start|><|image_pad|><|vision_end|>"
     assert shown(processor, more.train[0]) == (
@@ -165,4 +168,4 @@ def test_what_cannot_be_added(processor, tmp_path):
         encode_prompt(processor, with_prompt(task, system_prompt="T").train[0])
     plain = load_chats(write(tmp_path / "t.jsonl", [{"text": "Once."}]))
     with pytest.raises(ValueError, match="row 1: prompt_template: expected rows with a question, got plain text$"):
-        encode_prompt(processor, with_prompt(plain, answer_prefix="A").train[0])
+        encode_prompt(processor, with_prompt(plain, response_prefix="A").train[0])

@@ -181,7 +181,7 @@ def test_tools_of_messages_and_of_sharegpt():
         ),
         (
             {"messages": [user("Q"), assistant("a")], "completion": "b"},
-            "messages and completion: expected one answer, got two",
+            "messages and completion: expected one response, got two",
         ),
         ({"question": "<image>Q", "answer": "3"}, "images: expected one for each place, got 0 for 1 <image>"),
         (
@@ -265,7 +265,7 @@ def test_numbers_and_lists_of_one_as_answers_to_imitate(answer, completion):
         ({"question": "Q", "answer": True}, "answer: expected a text or one message of the assistant, got True"),
         (
             {"question": "Q", "answer": "3", "solution": "1 + 2"},
-            "answer and solution: expected one answer to imitate, got 2",
+            "answer and solution: expected one response to imitate, got 2",
         ),
         ({"text": 5}, "question: expected text or messages, got none"),
     ],
@@ -425,7 +425,7 @@ def test_a_system_column_that_repeats_the_chats_system_message_is_read():
     [
         (
             {"question": "Q", "chosen": "a", "rejected": "a"},
-            "chosen, rejected: expected two different answers, got the same",
+            "chosen, rejected: expected two different responses, got the same",
         ),
         (
             {"question": "Q", "chosen": "a", "rejected": None},

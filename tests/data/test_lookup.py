@@ -67,7 +67,7 @@ def test_the_directory_of_a_run_points_to_its_model(tmp_path, nobody_asks):
 
 
 def test_the_most_similar_names_are_listed(tmp_path):
-    for name in ("answers.jsonl", "checkpoints", "config.json", "eval.json", "init", "metrics.jsonl", "model"):
+    for name in ("responses.jsonl", "checkpoints", "config.json", "eval.json", "init", "metrics.jsonl", "model"):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=f"; '{tmp_path}' has model, "):
         check_source(f"{tmp_path}/modle", "model")

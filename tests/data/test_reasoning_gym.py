@@ -80,9 +80,9 @@ def test_a_task_whose_questions_are_all_held_out_is_refused(name):
 
 
 def test_a_prefix_may_open_the_answer():
-    task = with_prompt(load_task("reasoning_gym:chain_sum,rows=5,heldout=2"), answer_prefix="<answer>")
+    task = with_prompt(load_task("reasoning_gym:chain_sum,rows=5,heldout=2"), response_prefix="<answer>")
     row = task.train[0]
-    assert row["answer_prefix"] == "<answer>" and task.reward(f"{row['answer']}</answer>", row) == 1
+    assert row["response_prefix"] == "<answer>" and task.reward(f"{row['answer']}</answer>", row) == 1
     assert task.reward(f"{row['answer']}</answer> b", row) == 1
 
 

@@ -117,7 +117,7 @@ def test_expand_equals_a_loop(parts):
 def test_placeholder_expanded_once():
     counts: list[int] = [3]
     sample = seen(counts)
-    for turn in range(1, 4):  # answer, then the next turn's tokens with one more image
+    for turn in range(1, 4):  # response, then the next turn's tokens with one more image
         sample = append_response(sample, [10 + turn, EOS], [-1.0, -1.0])
         check_sample(sample)
         compact = [*sample.compact_ids, 1, IMAGE, 6]

@@ -261,10 +261,10 @@ def test_a_list_is_an_answer_or_several(answers, reward, written):
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        (lambda text, row: 1.0, "expected more for a right answer than for a wrong one"),
+        (lambda text, row: 1.0, "expected more for a right response than for a wrong one"),
         (lambda text, row: 1 / 0, "expected numbers, got none"),
         (lambda text, row: None, "expected numbers, got none"),
-        (lambda text, row: float(text != row["answer"]), "expected more for a right answer"),
+        (lambda text, row: float(text != row["answer"]), "expected more for a right response"),
     ],
 )
 def test_a_reward_that_cannot_tell_right_from_wrong_fails(reward, words):

@@ -13,7 +13,7 @@ from rlkit.engines import make_engine
 from rlkit.vlm import load_model, load_processor, lora, model_path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from on_smollm2_ranks import CASES, four_answers, loss_fn
+from on_smollm2_ranks import CASES, four_responses, loss_fn
 
 ONE_RANK = ("fsdp2", "adapters")
 
@@ -27,7 +27,7 @@ def out(tmp_path_factory):
 
 
 def results(out, name, *moments):
-    """The log-probabilities of all four answers at these moments, and the metrics of the step."""
+    """The log-probabilities of all four responses at these moments, and the metrics of the step."""
     require(out, name)
     ranks = [torch.load(file, weights_only=False) for file in sorted(out.glob(f"{name}.*.pt"))]
     found = ({i: x for rank in ranks for i, x in rank[moment].items()} for moment in moments)
@@ -58,7 +58,7 @@ def test_adapters_on_two_ranks_are_merged_and_disabled(out):
 def test_a_checkpoint_of_adapters_resumes_exactly(tmp_path):
     path = model_path("smollm2")
     advantages = torch.tensor([1.0, -0.5, 0.7, -1.0])
-    batch = collate(four_answers(load_processor(path)), advantages=advantages)
+    batch = collate(four_responses(load_processor(path)), advantages=advantages)
     engine, resumed = (
         make_engine("fsdp2", model=lora(load_model(path), 4, 8), optimizer=lambda p: torch.optim.Adam(p, lr=1e-2))
         for _ in range(2)  # each with other random adapters

@@ -45,7 +45,7 @@ from rlkit.plan import megatron_links  # noqa: E402
 from rlkit.vlm import load_model  # noqa: E402
 from rlkit.vlm.checkpoint_weights import checkpoint_parameters  # noqa: E402
 
-VISION, GROUP = ("vl", "shared-vl"), 4  # kinds of model with images; answers to each prompt of the "shared" kinds
+VISION, GROUP = ("vl", "shared-vl"), 4  # kinds of model with images; responses to each prompt of the "shared" kinds
 ROWS, VOCABULARY, IMAGE, SUPPRESSED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47
 VIDEO, IMAGE_KEYS = IMAGE - 1, ("pixel_values", "image_grid_thw")
 TENSOR, PIPE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
@@ -176,7 +176,7 @@ def make_batch(rows, kind="text"):
     draw = torch.Generator().manual_seed(1)
     samples, question = [], None
     for row in range(ROWS):
-        start, length = 2 + 5 * row % 23, 1 + 7 * row % 18  # of the answer
+        start, length = 2 + 5 * row % 23, 1 + 7 * row % 18  # of the response
         tokens = torch.randint(0, IMAGE - 2, (start + length,), generator=draw)
         tokens = tokens.where(tokens != SUPPRESSED[0], 0).tolist()
         if kind.startswith("shared") and row % GROUP:
@@ -300,17 +300,17 @@ def sent_and_planned(kind, model, options):
     Half of the experts of a token are on each rank.
     """
     engine = engine_for("megatron", kind, model, compute_dtype=torch.bfloat16, **options)
-    prompt, answer, prompts = 9, 7, ROWS // engine.data_parallel_size
+    prompt, response, prompts = 9, 7, ROWS // engine.data_parallel_size
     draw = torch.Generator().manual_seed(engine.data_parallel_rank)
-    tokens = torch.randint(0, SUPPRESSED[0], (prompts, prompt + answer), generator=draw).tolist()
-    samples = [append_response(prompt_sample(row[:prompt]), row[prompt:], [-1.0] * answer) for row in tokens]
+    tokens = torch.randint(0, SUPPRESSED[0], (prompts, prompt + response), generator=draw).tolist()
+    samples = [append_response(prompt_sample(row[:prompt]), row[prompt:], [-1.0] * response) for row in tokens]
     if kind == "routed":  # experts 0 and 1 are on the first rank, 2 and 3 on the second
-        one_each = torch.tensor([0, 2]) + torch.randint(0, 2, (prompts, prompt + answer, 2, 2), generator=draw)
+        one_each = torch.tensor([0, 2]) + torch.randint(0, 2, (prompts, prompt + response, 2, 2), generator=draw)
         samples = [replace(s, routed_experts=x.to(torch.int16)) for s, x in zip(samples, one_each, strict=True)]
     batch, losses = collate(samples, advantages=torch.ones(prompts)), losses_of(kind)
     with Sent() as sent:
         engine.train_batch(batch, losses[0], OUTPUTS[losses])
-    dims, tokens = ParallelDims(**options), prompts * (prompt + answer)
+    dims, tokens = ParallelDims(**options), prompts * (prompt + response)
     groups = megatron_links.groups(dims, 2, 2)
     activations = megatron_links.activation_link_bytes(model.config, dims, groups, tokens, forwards=1, backwards=1)
     states = megatron_links.update_link_bytes(plan.model_size(model, dims, 2), groups)

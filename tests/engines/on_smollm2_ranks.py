@@ -1,4 +1,4 @@
-"""Run by `more_smollm2.py`: one step of SmolLM2-135M on the same four answers, in several layouts.
+"""Run by `more_smollm2.py`: one step of SmolLM2-135M on the same four responses, in several layouts.
 
 on_smollm2_ranks.py OUT_DIR MODEL_DIR NAME...
 """
@@ -32,8 +32,8 @@ CASES = {
 }
 
 
-def four_answers(tokenizer):
-    """Two answers of different lengths to each of two questions, with an end token and without."""
+def four_responses(tokenizer):
+    """Two responses of different lengths to each of two questions, with an end token and without."""
     samples = []
     for group, row in enumerate(list(load_task("addition").heldout)[:2]):
         prompt = encode_prompt(tokenizer, row, group_id=group)
@@ -72,7 +72,7 @@ def run(name, path, out):
         max_grad_norm=1.0,
         **options,
     )
-    samples, advantages = four_answers(load_processor(path)), torch.tensor([1.0, -0.5, 0.7, -1.0])
+    samples, advantages = four_responses(load_processor(path)), torch.tensor([1.0, -0.5, 0.7, -1.0])
     # stages of a pipeline have the same rows, ranks of fsdp2 each their own
     rows = list(range(4))[dist.get_rank() :: dist.get_world_size()] if backend == "fsdp2" else list(range(4))
     batch = collate([samples[i] for i in rows], advantages=advantages[rows])

@@ -113,7 +113,7 @@ def is_vision(case):
     return case.model.endswith("_vl")
 
 
-ORDER = [5, 0, 8, 3, 1, 7, 2, 6, 4]  # answers to one prompt are not neighbours
+ORDER = [5, 0, 8, 3, 1, 7, 2, 6, 4]  # responses to one prompt are not neighbours
 
 
 def make_processor():
@@ -142,11 +142,11 @@ def make_rows(processor, chosen, more=None):
         return make_batch(processor, rows=chosen, **(more or {}))
     g = torch.Generator().manual_seed(0)
     samples = []
-    for group, (length, answers) in enumerate(((9, 2), (5, 1), (11, 3), (1, 1), (14, 2))):
+    for group, (length, responses) in enumerate(((9, 2), (5, 1), (11, 3), (1, 1), (14, 2))):
         start = prompt_sample(torch.randint(3, 80, (length,), generator=g).tolist(), group_id=group)
-        for _ in range(answers):
-            answer = torch.randint(3, 80, (int(torch.randint(1, 9, (1,), generator=g)),), generator=g).tolist()
-            samples.append(append_response(start, answer, [-1.0] * len(answer)))
+        for _ in range(responses):
+            response = torch.randint(3, 80, (int(torch.randint(1, 9, (1,), generator=g)),), generator=g).tolist()
+            samples.append(append_response(start, response, [-1.0] * len(response)))
     advantages = torch.randn(len(samples), generator=g)
     return collate([samples[i] for i in chosen], advantages=advantages[chosen])
 
@@ -220,7 +220,8 @@ def one_by_one(family):
     else:
         model = test_families.text_model(family, test_families.TEXT[family], "eager")
         batch, weights = test_families.rows()
-        batch = batch.select(range(1, len(batch)))  # with all rows, no prompt would be on another rank than its answers
+        # with all rows, no prompt would be on another rank than its responses
+        batch = batch.select(range(1, len(batch)))
         weights = weights[1:, : batch.tokens.shape[1]]
     if family == "glm_moe_dsa":  # which hands choices of tokens from layer to layer
         batch, weights = with_a_sequence_as_long_as_a_part()

@@ -1,4 +1,4 @@
-"""Rows for engine tests: prompts with and without images, several answers of random tokens to a prompt."""
+"""Rows for engine tests: prompts with and without images, several responses of random tokens to a prompt."""
 
 import numpy as np
 import torch
@@ -9,14 +9,14 @@ from rlkit.data.samples import prompt_sample
 from rlkit.vlm import encode_prompt
 
 
-def make_samples(processor, seed=0, answers=(3, 1, 2, 3), sizes=((56, 56), None, (84, 56), (56, 112)), videos=()):
-    """One prompt for each of `sizes` (None: text only) with `answers[i]` answers of 1-5 random tokens.
+def make_samples(processor, seed=0, responses=(3, 1, 2, 3), sizes=((56, 56), None, (84, 56), (56, 112)), videos=()):
+    """One prompt for each of `sizes` (None: text only) with `responses[i]` responses of 1-5 random tokens.
 
     The prompts whose numbers are in `videos` end with a video.
     """
     rng = np.random.default_rng(seed)
     samples = []
-    for group, (count, size) in enumerate(zip(answers, sizes, strict=True)):
+    for group, (count, size) in enumerate(zip(responses, sizes, strict=True)):
         images = [] if size is None else [Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8))]
         row = {"question": "What digit is this?" * (1 + group % 2), "images": images}
         question = encode_prompt(processor, row, group_id=group)

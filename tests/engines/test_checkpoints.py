@@ -105,7 +105,7 @@ def test_the_schedule_of_an_earlier_checkpoint_is_continued(tiny_dir, processor,
 
 def test_resume_after_steps_in_which_a_part_of_the_model_was_not_used(tiny_dir, processor, tmp_path):
     """The optimizer has no moments of the vision tower if no row before the checkpoint had an image."""
-    text, images = make_batch(processor, answers=(2,), sizes=(None,)), make_batch(processor)
+    text, images = make_batch(processor, responses=(2,), sizes=(None,)), make_batch(processor)
     engine, other = make_resumable(tiny_dir), make_resumable(tiny_dir)
     engine.train_batch(text, weighted_loss, ("logprobs", "entropy"))
     engine.save_checkpoint(tmp_path / "step_1")

@@ -75,13 +75,13 @@ def vision_model(family, attention="eager", **text):
 
 
 def rows(family=None):
-    """Three prompts with 2, 1 and 3 answers; for a vision family the first two have an image.
+    """Three prompts with 2, 1 and 3 responses; for a vision family the first two have an image.
 
     If its images are patches, two more prompts have a video, and a video and an image.
     """
     g = torch.Generator().manual_seed(0)
     samples = []
-    for group, (length, answers) in enumerate(((9, 2), (5, 1), (11, 3))):
+    for group, (length, responses) in enumerate(((9, 2), (5, 1), (11, 3))):
         ids = torch.randint(3, 80, (length,), generator=g).tolist()
         tensors = {}
         if family and group < 2:
@@ -91,9 +91,9 @@ def rows(family=None):
             ids = ids[:2] + [91] + [IMAGE] * count + [92] + ids[2:]
             ids = ids[3:] if group == 0 and family == "gemma3" else ids  # a row may begin with its image
         start = prompt_sample(ids, vision=tensors)
-        for _ in range(answers):
-            answer = torch.randint(3, 80, (int(torch.randint(2, 9, (1,), generator=g)),), generator=g).tolist()
-            samples.append(append_response(start, answer, [-1.0] * len(answer)))
+        for _ in range(responses):
+            response = torch.randint(3, 80, (int(torch.randint(2, 9, (1,), generator=g)),), generator=g).tolist()
+            samples.append(append_response(start, response, [-1.0] * len(response)))
     if family and len(VISION[family][2]) == 2:
         samples += [append_response(start, [7, 8, 9], [-1.0] * 3) for start in video_prompts(family, g)]
     batch = collate(samples)
@@ -513,7 +513,7 @@ def test_attention_temperature_of_llama4_on_two_ranks_that_share_a_row():
 
 
 def test_chunks_of_a_sequence_become_segments():
-    """An answer's chunk may begin in its prompt; a sequence that fits into one chunk is not cut."""
+    """A response's chunk may begin in its prompt; a sequence that fits into one chunk is not cut."""
     layout = PackedLayout([0, 7, 9, 12], [7, 2, 3, 4], [(0, 0), (0, 7), (0, 7), (0, 0)], CPU).chunked(4)
     assert layout.starts == [0, 4, 7, 8, 9, 10, 12] and layout.lengths == [4, 3, 1, 1, 1, 2, 4]
     assert layout.prefixes == [(0, 0), (0, 0), (4, 3), (0, 0), (4, 3), (0, 0), (0, 0)]

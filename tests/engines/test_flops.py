@@ -30,7 +30,7 @@ PATCH, MERGER = 1_505_280 + 32 * 19_686_400, 44_564_480
 
 
 def test_golden_text():
-    """A prompt of 100 tokens and eight answers of 20: 260 tokens, of which 160 are scored."""
+    """A prompt of 100 tokens and eight responses of 20: 260 tokens, of which 160 are scored."""
     segments = [(100, 0), *[(20, 100)] * 8]
     pairs = 100 * 101 // 2 + 8 * (20 * 100 + 20 * 21 // 2)
     assert pairs == 22_730
@@ -81,7 +81,7 @@ def test_equals_what_torch_counts(kind, options):
 
 @pytest.fixture(scope="module")
 def model_and_batch(tmp_path_factory):
-    """A tiny Qwen2.5-VL, and a batch of two images with three answers each."""
+    """A tiny Qwen2.5-VL, and a batch of two images with three responses each."""
     path = tmp_path_factory.mktemp("model") / "tiny"
     task = load_task("digits")
     build_tiny(path, task.train, warm_up_steps=0)

@@ -30,8 +30,8 @@ from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.shared_prompts import shared_prompt_groups
 from rlkit.losses import clipped_policy_loss, token_mean
 from rlkit.vlm import (
-    encode_answers,
     encode_prompt,
+    encode_responses,
     freeze,
     load_model,
     load_processor,
@@ -154,7 +154,7 @@ def test_sharing_prompts_saves_tokens_and_images(processor, tiny_dir):
 
 
 def test_same_prompt_with_another_image_is_not_shared(processor):
-    one, other = (make_samples(processor, seed, answers=(1,), sizes=((56, 56),))[0] for seed in (0, 5))
+    one, other = (make_samples(processor, seed, responses=(1,), sizes=((56, 56),))[0] for seed in (0, 5))
     assert one.token_ids[:20] == other.token_ids[:20]
     assert shared_prompt_groups(collate([one, other])) == [[0], [1]]
 
@@ -481,7 +481,7 @@ def test_nan_step_is_skipped_and_never_saved(tiny_dir, processor):
 
 @pytest.mark.parametrize("rows", [[], [0, 1]])
 def test_a_batch_without_trained_tokens_changes_nothing(tiny_dir, processor, rows):
-    """No answer of a step could be scored. Moments and weight decay would change the weights otherwise."""
+    """No response of a step could be scored. Moments and weight decay would change the weights otherwise."""
     engine = engine_for(tiny_dir)
 
     def loss_fn(out, mb):
@@ -499,10 +499,10 @@ def test_a_batch_without_trained_tokens_changes_nothing(tiny_dir, processor, row
 
 
 def test_a_token_that_pads_is_trained_where_it_is_text():
-    """As in many models, whose answers end with the token that pads: nn.Embedding drops the gradient of that row."""
+    """As in many models, whose responses end with the token that pads: nn.Embedding drops the gradient of that row."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = Qwen2Config(vocab_size=40, hidden_size=32, num_hidden_layers=1, pad_token_id=9, **heads)
-    chats = [append_response(prompt_sample([5, 9, 7]), answer, [0.0] * len(answer)) for answer in ([8, 9], [8, 6, 9])]
+    chats = [append_response(prompt_sample([5, 9, 7]), ids, [0.0] * len(ids)) for ids in ([8, 9], [8, 6, 9])]
     gradients = []
     for packed in (True, False):
         torch.manual_seed(0)
@@ -808,10 +808,10 @@ def test_pixel_values_in_the_dtype_of_the_computation_change_nothing(tiny_dir, p
     found = []
     for dtype in (None, torch.bfloat16):
         prompt = encode_prompt(processor, row, dtype=dtype)
-        (answer,) = encode_answers(prompt, processor, ["7"], [processor.tokenizer.eos_token_id], 512)
-        assert answer.vision["pixel_values"].dtype == (dtype or torch.float32)
-        assert answer.vision["image_grid_thw"].dtype == torch.long
-        found.append(engine.infer_batch(collate([answer]))["logprobs"])
+        (response,) = encode_responses(prompt, processor, ["7"], [processor.tokenizer.eos_token_id], 512)
+        assert response.vision["pixel_values"].dtype == (dtype or torch.float32)
+        assert response.vision["image_grid_thw"].dtype == torch.long
+        found.append(engine.infer_batch(collate([response]))["logprobs"])
     assert torch.equal(*found) and found[0].any()
 
 

@@ -303,9 +303,9 @@ def test_a_shared_prompt_is_computed_once(alone):
     batch = ranks.make_batch(list(range(ranks.ROWS)), "shared")
     once, logprobs = tokens_of(ranks.engine_for("megatron", "shared"), batch)
     each, expected = tokens_of(ranks.engine_for("megatron", "shared", share_prompts=False), batch)
-    answers, prompts = batch.mask.sum(), sum(batch.lengths) - batch.mask.sum()
-    assert each == answers + prompts
-    assert answers + prompts / 4 <= once <= answers + prompts / 2  # the second group is split in two
+    responses, prompts = batch.mask.sum(), sum(batch.lengths) - batch.mask.sum()
+    assert each == responses + prompts
+    assert responses + prompts / 4 <= once <= responses + prompts / 2  # the second group is split in two
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 

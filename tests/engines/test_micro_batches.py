@@ -26,11 +26,13 @@ CPU = torch.device("cpu")
 
 
 def text_batch(groups):
-    """Rows with prompts of given lengths and answers of given lengths: [(prompt, [answer, ...]), ...]."""
+    """Rows with prompts of given lengths and responses of given lengths: [(prompt, [response, ...]), ...]."""
     samples = []
-    for number, (length, answers) in enumerate(groups):
+    for number, (length, responses) in enumerate(groups):
         question = prompt_sample([number + 20] * length, group_id=number)
-        samples += [append_response(question, [50 + i] * answer, [-1.0] * answer) for i, answer in enumerate(answers)]
+        samples += [
+            append_response(question, [50 + i] * response, [-1.0] * response) for i, response in enumerate(responses)
+        ]
     return collate(samples)
 
 
@@ -59,8 +61,8 @@ def test_only_a_single_row_passes_the_budget(config, groups, budget):
         assert len(rows) == 1 or forward_tokens(batch, rows) <= budget
 
 
-def test_sixteen_long_answers_are_several_forwards(config):
-    """16 answers of 8,000 tokens to a prompt of 500 were one forward of 128,500 tokens."""
+def test_sixteen_long_responses_are_several_forwards(config):
+    """16 responses of 8,000 tokens to a prompt of 500 were one forward of 128,500 tokens."""
     batch = text_batch([(500, [8000] * 16)])
     sizes = [forward_tokens(batch, rows) for rows, _ in micro_batches(batch, 16500, config, share_prompts=True)]
     assert sizes == [16500] * 8

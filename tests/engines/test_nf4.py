@@ -130,7 +130,7 @@ def test_the_sampler_has_the_trainers_weights(tiny_dir, processor):
     suppressed = suppressed_token_ids(load_model(tiny_dir).config, processor.tokenizer)
     engine = engine_for(tiny_dir, model=quantized(tiny_dir), suppressed_token_ids=suppressed)
     trained(engine, processor)
-    rows = [(sample.group_id, sample.row) for sample in make_samples(processor, answers=(1, 1, 1, 1))]
+    rows = [(sample.group_id, sample.row) for sample in make_samples(processor, responses=(1, 1, 1, 1))]
     rollout = make_rollout("hf", engine.gathered, processor=processor)
     batch = collate(rollout.generate(encode_prompts(processor, rows)[0], Sampling(8, seed=(3,)), n=3))
     scores = engine.infer_batch(batch)["logprobs"]

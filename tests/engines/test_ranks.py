@@ -109,7 +109,7 @@ def test_weights_that_transformers_converts_are_read_in_shards(out):
 
 def test_rows_are_rebalanced_across_ranks(out):
     """Rank 0 had prompts 0, 1 and 3, rank 1 prompt 2. Afterwards rank 0 has 1 and 3, which are one micro-batch group,
-    and rank 1 has 0 and 2; all answers to a prompt move with it."""
+    and rank 1 has 0 and 2; all responses to a prompt move with it."""
     require(out, "rebalancing")
     ranks = [json.loads((out / f"rebalancing.{rank}.json").read_text()) for rank in range(2)]
     before, after = ([rank[when] for rank in ranks] for when in ("before", "after"))
@@ -117,7 +117,7 @@ def test_rows_are_rebalanced_across_ranks(out):
     assert rows[0] == rows[1] and len(rows[0]) == 9
     assert [sorted(rank["groups"]) for rank in after] == [[1, 3, 3, 3], [0, 0, 0, 2, 2]]
     assert max(sum(rank["tokens"]) for rank in after) < 0.8 * max(sum(rank["tokens"]) for rank in before)
-    assert [rank["images"] for rank in after] == [1, 2]  # one tensor for all answers to a prompt
+    assert [rank["images"] for rank in after] == [1, 2]  # one tensor for all responses to a prompt
     assert len(set(ranks[0]["micro_batch_group"])) == 1
     pairs = set(zip(after[1]["groups"], ranks[1]["micro_batch_group"], strict=True))
     assert len(pairs) == len({number for _, number in pairs}) == 2

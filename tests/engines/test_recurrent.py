@@ -1,4 +1,5 @@
-"""Recurrent layers in packed rows: the rows that they compute, and answers that continue from a prompt's last state."""
+"""Recurrent layers in packed rows: the rows that they compute, and responses that continue from a prompt's last
+state."""
 
 import gc
 import sys
@@ -18,9 +19,9 @@ from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
 
 CONTINUING = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"]
-CASES = {  # (tokens of a prompt, tokens of each of its answers)
-    "answers of one token": [(9, (1, 1, 1))],
-    "one answer of one token": [(9, (1, 6))],
+CASES = {  # (tokens of a prompt, tokens of each of its responses)
+    "responses of one token": [(9, (1, 1, 1))],
+    "one response of one token": [(9, (1, 6))],
     "a prompt shorter than the convolution": [(2, (5, 3)), (1, (4, 9))],
     "a group of one": [(7, (5,)), (6, (3, 8))],
     "two groups": [(9, (4, 6)), (21, (3, 5, 11))],
@@ -44,18 +45,18 @@ def batch_of(groups):
     """A batch of random tokens and a random weight for each."""
     g = torch.Generator().manual_seed(0)
     samples = []
-    for prompt, answers in groups:
+    for prompt, responses in groups:
         start = prompt_sample(torch.randint(3, 80, (prompt,), generator=g).tolist())
-        for length in answers:
-            answer = torch.randint(3, 80, (length,), generator=g).tolist()
-            samples.append(append_response(start, answer, [-1.0] * length))
+        for length in responses:
+            response = torch.randint(3, 80, (length,), generator=g).tolist()
+            samples.append(append_response(start, response, [-1.0] * length))
     batch = collate(samples)
     return batch, torch.randn(batch.tokens.shape, generator=g)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("case", CASES)
-def test_answers_that_continue_equal_single_sequences(case, checkpointing):
+def test_responses_that_continue_equal_single_sequences(case, checkpointing):
     model = model_of("qwen3_5_text")
     if checkpointing:
         model.train()
@@ -70,7 +71,7 @@ def test_each_family_continues(family):
 
 @pytest.mark.parametrize("family", [*CONTINUING, "lfm2"])
 def test_how_often_the_tokens_of_a_shared_prompt_are_computed(family):
-    """Layers with the gated delta rule compute them once, others once more for each answer."""
+    """Layers with the gated delta rule compute them once, others once more for each response."""
     model, tokens = model_of(family), []
     use_packed_attention(model)
     names = {"lfm2": "in_proj", "qwen3_next": "in_proj_qkvz", "qwen3_5_text": "in_proj_qkv"}
@@ -104,7 +105,8 @@ def test_one_token_is_not_computed_as_in_generation(family, monkeypatch):
 
 
 def test_rows_of_a_packed_row():
-    """A prompt of 3 tokens with answers of 1 and 2, a sequence of 2, and padding of none; 8 is the index of padding."""
+    """A prompt of 3 tokens with responses of 1 and 2, a sequence of 2, and padding of none; 8 is the index of
+    padding."""
     layout = PackedLayout([0, 3, 4, 6, 8], [3, 1, 2, 2, 0], [(0, 0), (0, 3), (0, 3), (0, 0), (0, 0)], CPU)
     with_prefixes, continuing = layout.rows_with_prefixes, layout.rows_that_continue
     assert [block.tokens.tolist() for block in with_prefixes.blocks] == [
@@ -141,7 +143,7 @@ def test_kernels_on_a_gpu_equal_single_sequences(way):
 def compare_with_single_sequences(way, device, dtype, tolerances):
     """Compare logprobs by their mean difference, and gradients by the norm of the difference relative to theirs.
 
-    If answers started without their prompt's recurrent state or without its convolution's, logprobs would differ by
+    If responses started without their prompt's recurrent state or without its convolution's, logprobs would differ by
     0.007 and gradients by 90 % or more; if the state had no gradient, gradients would differ by 40 %.
     """
     model = model_of("qwen3_5_text", linear_key_head_dim=64, linear_value_head_dim=64).to(device, dtype)

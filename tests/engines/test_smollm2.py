@@ -51,21 +51,21 @@ def rollout(engine, tokenizer):
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer):
-    rows = [load_task("addition").heldout[0], {**CAPITAL, "question": f"{CAPITAL['question']} Answer in one word."}]
+    rows = [load_task("addition").heldout[0], {**CAPITAL, "question": f"{CAPITAL['question']} Response in one word."}]
     return [encode_prompt(tokenizer, row, group_id=i) for i, row in enumerate(rows)]
 
 
 @pytest.fixture(scope="module")
-def answers(rollout, prompts):
-    """Two answers to each of two questions, of different lengths."""
+def responses(rollout, prompts):
+    """Two responses to each of two questions, of different lengths."""
     return rollout.generate(prompts, Sampling(6, seed=(3,)), n=2)
 
 
-def test_it_answers_and_ends(rollout, tokenizer):
-    (answer,) = rollout.generate([encode_prompt(tokenizer, CAPITAL)], Sampling(12, temperature=0.0))
-    assert answer.text == "The capital of France is Paris." and answer.finish_reason == "stop"
-    assert answer.token_ids[-1] == tokenizer.eos_token_id == tokenizer.pad_token_id  # the end is trained on
-    assert answer.mask[-1]
+def test_it_responses_and_ends(rollout, tokenizer):
+    (response,) = rollout.generate([encode_prompt(tokenizer, CAPITAL)], Sampling(12, temperature=0.0))
+    assert response.text == "The capital of France is Paris." and response.finish_reason == "stop"
+    assert response.token_ids[-1] == tokenizer.eos_token_id == tokenizer.pad_token_id  # the end is trained on
+    assert response.mask[-1]
 
 
 def test_the_system_line_of_the_template_is_there_once(tokenizer):
@@ -86,13 +86,13 @@ def test_text_is_split_as_the_model_was_trained(tokenizer):
         assert tokenizer(text)["input_ids"] == ids
 
 
-def test_logprobs_equal_transformers_and_the_samplers(smollm2, engine, answers):
+def test_logprobs_equal_transformers_and_the_samplers(smollm2, engine, responses):
     """Rows one by one without padding through transformers, against packed rows with shared prompts."""
-    batch = collate(answers)
+    batch = collate(responses)
     ours = engine.infer_batch(batch)["logprobs"]
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     with torch.no_grad():
-        for sample, row, mask in zip(answers, ours, batch.mask, strict=True):
+        for sample, row, mask in zip(responses, ours, batch.mask, strict=True):
             ids = torch.tensor([sample.token_ids])
             logprobs = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
             own = mask[1 : ids.shape[1]]
@@ -102,9 +102,9 @@ def test_logprobs_equal_transformers_and_the_samplers(smollm2, engine, answers):
     assert gap.mean() < 1e-5 and gap.max() < 2e-5
 
 
-def test_packed_rows_and_shared_prompts_equal_padded_ones(smollm2, tokenizer, answers):
+def test_packed_rows_and_shared_prompts_equal_padded_ones(smollm2, tokenizer, responses):
     """Log-probabilities, entropies and the gradient of adapters; the padding is the end token."""
-    batch = collate(answers, advantages=torch.tensor([1.0, -0.5, 0.7, -1.0]))
+    batch = collate(responses, advantages=torch.tensor([1.0, -0.5, 0.7, -1.0]))
 
     def loss_fn(out, mb):
         loss = clipped_policy_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
@@ -128,7 +128,7 @@ def test_packed_rows_and_shared_prompts_equal_padded_ones(smollm2, tokenizer, an
 
 
 def test_in_bfloat16_the_samplers_logprobs_are_close(smollm2, tokenizer, prompts):
-    """Rounding of the same weights; another answer's log-probabilities would be 1 away and more."""
+    """Rounding of the same weights; another response's log-probabilities would be 1 away and more."""
     engine = make_engine("fsdp2", model=load_model(smollm2), compute_dtype=torch.bfloat16)
     rollout = make_rollout("hf", engine.gathered, processor=tokenizer)
     batch = collate(rollout.generate(prompts, Sampling(6, seed=(3,)), n=2))
@@ -136,9 +136,9 @@ def test_in_bfloat16_the_samplers_logprobs_are_close(smollm2, tokenizer, prompts
     assert 1e-5 < gap.mean() < 0.05 and gap.max() < 0.25
 
 
-def test_adapters_merged_equal_adapters_beside_and_the_export_reads_back(smollm2, tokenizer, answers, tmp_path):
+def test_adapters_merged_equal_adapters_beside_and_the_export_reads_back(smollm2, tokenizer, responses, tmp_path):
     """After a step; the head of the export is its tied embedding."""
-    batch = collate(answers, advantages=torch.tensor([1.0, -0.5, 0.7, -1.0]))
+    batch = collate(responses, advantages=torch.tensor([1.0, -0.5, 0.7, -1.0]))
 
     def loss_fn(out, mb):
         return token_mean(-mb.advantages[:, None] * out.logprobs, mb.mask, mb.total_tokens), {}
@@ -171,8 +171,8 @@ def test_adapters_merged_equal_adapters_beside_and_the_export_reads_back(smollm2
     assert read.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_rows_of_padding_alone_are_no_end_of_an_answer(engine, tokenizer):
-    """pad == eos: a shorter row's padding must not count as its end, nor an end in the prompt as the answer's."""
+def test_rows_of_padding_alone_are_no_end_of_a_response(engine, tokenizer):
+    """pad == eos: a shorter row's padding must not count as its end, nor an end in the prompt as the response's."""
     long, short = encode_prompt(tokenizer, CAPITAL), prompt_sample(tokenizer("Paris is")["input_ids"], group_id=1)
     assert long.token_ids.count(tokenizer.eos_token_id) == 2
     rollout = make_rollout("hf", engine.gathered, processor=tokenizer)

@@ -81,7 +81,7 @@ def tiny_text(tied=True):
 
 
 def text_batch(fill=0):
-    """Answers to shared and unshared prompts; row 3 is trained on in two pieces, row 4 not at all."""
+    """Responses to shared and unshared prompts; row 3 is trained on in two pieces, row 4 not at all."""
     g = torch.Generator().manual_seed(1)
     tokens, lengths = torch.randint(1, 60, (6, 9), generator=g), [9, 6, 8, 7, 3, 2]
     tokens[1, :4] = tokens[0, :4]

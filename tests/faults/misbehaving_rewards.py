@@ -17,7 +17,7 @@ def well(text, row):
 
 
 def on_ill_text(text, row):
-    """Misbehaves as the answer says; else judges."""
+    """Misbehaves as the response says; else judges."""
     match text:
         case "loop":
             while True:
@@ -67,7 +67,7 @@ def on_ill_text(text, row):
 
 
 def executing(text, row):
-    """Executes the answer, which may set its reward; otherwise 1 if it prints ESCAPED or the row's secret, else 0."""
+    """Executes the response, which may set its reward; otherwise 1 if it prints ESCAPED or the row's secret, else 0."""
     names, printed = {"row": row}, io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(text, names)

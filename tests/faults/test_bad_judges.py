@@ -34,7 +34,7 @@ def reply(handler, body, status=200, **headers):
 
 
 class Server:
-    """On the loopback: `plan(handler, number of the request)` answers."""
+    """On the loopback: `plan(handler, number of the request)` responses."""
 
     def __init__(self, plan, context=None):
         self.seen = []
@@ -115,7 +115,7 @@ GARBAGE = {
     "a status alone": lambda h, _: h.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n"),
     "closed": lambda h, _: h.connection.close(),
     "a wrong key": lambda h, _: reply(h, json.dumps({"error": {"message": f"bad key {KEY}"}}).encode(), 401),
-    "the key as an answer": lambda h, _: reply(h, completion(f"your key is {KEY}")),
+    "the key as a response": lambda h, _: reply(h, completion(f"your key is {KEY}")),
 }
 
 
@@ -156,7 +156,7 @@ def test_a_server_that_drips(caplog):
     assert "Timeout" in caplog.text
 
 
-def test_an_answer_of_500_mb_is_not_read(caplog):
+def test_a_response_of_500_mb_is_not_read(caplog):
     sent = []
 
     def flood(handler, _):
@@ -174,11 +174,11 @@ def test_an_answer_of_500_mb_is_not_read(caplog):
         assert scored(server) == 0.7  # a long one is
 
 
-def test_an_answer_that_unpacks_to_a_gigabyte_is_not_unpacked(caplog):
+def test_a_response_that_unpacks_to_a_gigabyte_is_not_unpacked(caplog):
     packed = gzip.compress(bytes(64 << 20))
     with Server(lambda h, _: reply(h, packed, Content_Encoding="gzip")) as server:
         assert scored(server, retries=0) is None
-    assert "expected an answer without compression, got gzip" in caplog.text
+    assert "expected a response without compression, got gzip" in caplog.text
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])

@@ -16,20 +16,20 @@ from rlkit.runs import checkpoints
 from rlkit.tracking import EVAL, METRICS, Run, read_metrics
 from rlkit.vlm.encoding import encode_text
 
-ANSWER = replace(prompt_sample([1, 2], row={"question": "What is it?", "answer": "7"}), text="7", reward=1.0)
+RESPONSE = replace(prompt_sample([1, 2], row={"question": "What is it?", "answer": "7"}), text="7", reward=1.0)
 SAMPLES = {
-    "an unpaired surrogate": replace(ANSWER, text="a \ud800 b"),
-    "a surrogate in the question": replace(ANSWER, row={"question": "\udfff", "answer": "\ud800"}),
-    "a reward of None": replace(ANSWER, reward=None),
-    "a reward of nan": replace(ANSWER, reward=math.nan),
-    "a reward that is text": replace(ANSWER, reward="1.0"),
-    "an image without pixels": replace(ANSWER, images=[Image.new("RGB", (0, 4))]),
-    "an image that PNG cannot hold": replace(ANSWER, images=[Image.new("CMYK", (8, 8))]),
-    "no image where one should be": replace(ANSWER, images=[None]),
-    "a row of None": replace(ANSWER, row={"question": None, "answer": None}),
-    "text that is None": replace(ANSWER, text=None),
-    "control characters": replace(ANSWER, text="".join(map(chr, range(32))) + "\x7f\u2028\ufffe"),
-    "a million characters": replace(ANSWER, text="x" * 10**6),
+    "an unpaired surrogate": replace(RESPONSE, text="a \ud800 b"),
+    "a surrogate in the question": replace(RESPONSE, row={"question": "\udfff", "answer": "\ud800"}),
+    "a reward of None": replace(RESPONSE, reward=None),
+    "a reward of nan": replace(RESPONSE, reward=math.nan),
+    "a reward that is text": replace(RESPONSE, reward="1.0"),
+    "an image without pixels": replace(RESPONSE, images=[Image.new("RGB", (0, 4))]),
+    "an image that PNG cannot hold": replace(RESPONSE, images=[Image.new("CMYK", (8, 8))]),
+    "no image where one should be": replace(RESPONSE, images=[None]),
+    "a row of None": replace(RESPONSE, row={"question": None, "answer": None}),
+    "text that is None": replace(RESPONSE, text=None),
+    "control characters": replace(RESPONSE, text="".join(map(chr, range(32))) + "\x7f\u2028\ufffe"),
+    "a million characters": replace(RESPONSE, text="x" * 10**6),
 }
 LINES = {
     "numbers": "1\n2\n",
@@ -70,7 +70,7 @@ def no_curves(monkeypatch):
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_page_shows_any_sample(name, run, no_curves):
-    text = written(run.out, [SAMPLES[name], replace(ANSWER, text="the other one")])
+    text = written(run.out, [SAMPLES[name], replace(RESPONSE, text="the other one")])
     assert "the other one" in text
     assert "\\ud800" in text if "surrogate" in name else True
 
@@ -104,7 +104,7 @@ def test_a_run_closes_with_any_samples(run, capsys):
     said = capsys.readouterr().out
     assert re.search(r"reward/mean +0.5 in the first step, 0.75 in the last", said)
     assert re.search(r"held-out accuracy +0.250 before, 0.500 \(95 %: 0.321 to 0.679\) after", said)
-    assert re.search(rf"{run.out / 'report.html'} +open it", said) and "answers.jsonl" not in said
+    assert re.search(rf"{run.out / 'report.html'} +open it", said) and "responses.jsonl" not in said
     assert "results:" in said and "tracker" in said and "ZeroDivisionError" in said
     assert "What is it?" in (run.out / "report.html").read_text()
 

@@ -1,4 +1,4 @@
-"""A reward that hangs, crashes or takes everything costs one answer, where it runs in worker processes."""
+"""A reward that hangs, crashes or takes everything costs one response, where it runs in worker processes."""
 
 import math
 import os
@@ -54,7 +54,7 @@ JUDGED = {"7": 1.0, "8": 0.0, "output": 0.0, "input": 0.0, "fork": 0.0}
 
 
 @pytest.mark.parametrize("text", NOT_JUDGED)
-def test_it_costs_one_answer(text, reward, caplog):
+def test_it_costs_one_response(text, reward, caplog):
     samples = [prompt_sample([1], text=one, row=ROW) for one in ("7", text, "8", "7")]
     start = time.monotonic()
     rewards = score(reward, samples)
@@ -64,7 +64,7 @@ def test_it_costs_one_answer(text, reward, caplog):
     assert text == "none" or re.search(NOT_JUDGED[text], caplog.text), caplog.text
 
 
-def test_what_one_answer_keeps_takes_no_memory_from_the_next(reward):
+def test_what_one_response_keeps_takes_no_memory_from_the_next(reward):
     with pytest.raises(RuntimeError, match="MemoryError"):
         reward("memory in pieces", ROW)
     assert reward("64 MB", ROW) == 0.0
@@ -127,7 +127,7 @@ def test_a_reward_that_cannot_be_imported_is_named(monkeypatch):
         isolated(misbehaving_rewards.well)
 
 
-# --- rewards that execute the answer
+# --- rewards that execute the response
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +159,11 @@ def executing():
         "reward = float('nan')",
     ],
 )
-def test_an_answer_that_breaks_its_scoring_scores_0(executing, text):
+def test_a_response_that_breaks_its_scoring_scores_0(executing, text):
     assert [executing(one, ROW) for one in (text, "reward = 0.25")] == [0.0, 0.25]
 
 
-def test_an_answer_changes_nothing_for_the_next_one(executing):
+def test_a_response_changes_nothing_for_the_next_one(executing):
     executing("import builtins, json, sys; builtins.float = lambda x: 1.0; sys.modules.clear(); json.dumps = None", ROW)
     assert executing("reward = float('0.5')", ROW) == 0.5
 
@@ -203,7 +203,7 @@ def test_nothing_runs_where_the_machine_cannot_isolate(monkeypatch):
         sandboxed(misbehaving_rewards.executing)
 
 
-def test_a_sandboxed_reward_may_leave_an_answer_without_one(executing):
+def test_a_sandboxed_reward_may_leave_a_response_without_one(executing):
     assert executing("reward = None", ROW) is None
     assert isolated(executing) is executing  # it has processes of its own
 
@@ -216,7 +216,7 @@ def test_rewards_by_name_can_be_isolated(name):
 
 @dataclass
 class JudgedTaskOptions(RewardOptions, TaskOptions):
-    """Options of a recipe that has answers scored."""
+    """Options of a recipe that has responses scored."""
 
 
 def test_the_option_of_a_run(tmp_path):

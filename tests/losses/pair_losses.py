@@ -1,4 +1,4 @@
-"""Preference losses with their options, and random answers, for several test files."""
+"""Preference losses with their options, and random responses, for several test files."""
 
 from functools import partial
 
@@ -44,7 +44,7 @@ def arguments(name, data):
     return data[:4] if name in WITH_REFERENCE else (*data[:2], *data[4:])
 
 
-def answers(seed=0, b=8):
+def responses(seed=0, b=8):
     """logprobs, ref_logprobs, desirable."""
     g = torch.Generator().manual_seed(seed)
     ref = -20 * torch.rand(b, generator=g, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""KTO, whose answers come without a partner."""
+"""KTO, whose responses come without a partner."""
 
 import math
 
@@ -9,7 +9,7 @@ from rlkit.losses.preference import kto_kl_estimate, kto_loss
 
 
 def test_kto_golden():
-    """beta (h - z) = log 3 for both: 1/4 lost of a good answer, 3/4 of a bad one."""
+    """beta (h - z) = log 3 for both: 1/4 lost of a good response, 3/4 of a bad one."""
     lp, ref = torch.tensor([0.0, 0.0], requires_grad=True), torch.full((2,), -2 * math.log(3) - 1.0)
     kl = torch.tensor(1.0, requires_grad=True)
     good = torch.tensor([True, False])

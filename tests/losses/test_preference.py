@@ -1,4 +1,4 @@
-"""Losses on preference pairs and on single answers, their inputs and their statistics."""
+"""Losses on preference pairs and on single responses, their inputs and their statistics."""
 
 import math
 
@@ -202,7 +202,7 @@ def test_extreme_margins(name, far):
 
 
 @pytest.mark.parametrize("far", [1e4, -1e4])
-def test_extreme_rewards_and_answers(far):
+def test_extreme_rewards_and_responses(far):
     x = torch.tensor([far, 1.0], requires_grad=True)
     zero, good = torch.zeros(2), torch.tensor([True, False])
     losses = (
@@ -226,7 +226,7 @@ def test_dpo_is_linear_far_out():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_orpo_of_certain_answers(dtype):
+def test_orpo_of_certain_responses(dtype):
     """p = 1 has infinite odds: they count as e^20, with gradient 0 at that answer, and nothing is nan."""
     lp = torch.tensor([0.0, -2.0, 0.0], dtype=dtype, requires_grad=True)
     other = torch.tensor([-2.0, 0.0, 0.0], dtype=dtype, requires_grad=True)

@@ -96,7 +96,7 @@ def test_more_golden():
 
 
 def test_golden_tpo():
-    """log 3 apart at beta 1 and margin log 3: sigmoid(0) = 1/2; and the gold answer's 0.7 of 2 nats."""
+    """log 3 apart at beta 1 and margin log 3: sigmoid(0) = 1/2; and the gold response's 0.7 of 2 nats."""
     chosen, rejected, gold = (x.requires_grad_() for x in (row(-1.0), row(-1.0 - LOG3), row(-2.0)))
     loss = tpo_loss(chosen, rejected, gold, beta=1.0, alpha=0.7, gamma=LOG3)
     torch.testing.assert_close(loss, row(LOG2 + 1.4))
@@ -114,7 +114,7 @@ def test_golden_a_star_po():
 
 @FEW
 @given(seed=st.integers(0, 99))
-def test_tpo_is_simpo_beside_the_likelihood_of_a_third_answer(seed):
+def test_tpo_is_simpo_beside_the_likelihood_of_a_third_response(seed):
     chosen, rejected, gold, _, lengths, others = pairs(seed)
     ours = tpo_loss(chosen / lengths, rejected / others, gold, beta=2.0, alpha=0.3, gamma=0.5)
     torch.testing.assert_close(ours, simpo_loss(chosen, rejected, lengths, others, 2.0, 0.5) - 0.3 * gold)
@@ -123,7 +123,7 @@ def test_tpo_is_simpo_beside_the_likelihood_of_a_third_answer(seed):
 @FEW
 @given(seed=st.integers(0, 99), beta=st.floats(0.01, 5))
 def test_the_optimal_policy_has_no_a_star_po_loss(seed, beta):
-    """pi* = ref exp((r - V*) / beta), with V* = beta log of the mean of exp(r / beta) over all answers there are."""
+    """pi* = ref exp((r - V*) / beta), with V* = beta log of the mean of exp(r / beta) over all responses there are."""
     g = torch.Generator().manual_seed(seed)
     ref = torch.randn(6, generator=g, dtype=torch.float64).log_softmax(0)
     rewards = torch.rand(6, generator=g, dtype=torch.float64)

@@ -74,7 +74,7 @@ def test_relations_between_the_losses(seed, beta, delta):
     )
     assert (bco_loss(*data, delta, beta) >= dpo_loss(*data, beta)).all()  # the paper's bound, for any shift
     mean = (bco_loss(*data, delta, beta), bco_loss(w, v.roll(1), rw, rv.roll(1), delta, beta))
-    torch.testing.assert_close(mean[0].sum(), mean[1].sum())  # the two answers need not share a prompt
+    torch.testing.assert_close(mean[0].sum(), mean[1].sum())  # the two responses need not share a prompt
     torch.testing.assert_close(apo_down_loss(w, w, rw, rw, beta), 0.5 + (beta * (w - rw)).sigmoid())
 
 
@@ -226,7 +226,7 @@ def test_any_log_probabilities_stay_finite(numbers, beta):
         assert loss.isfinite().all() and all(grad.isfinite().all() for grad in grads)
 
 
-def test_both_answers_forgotten():
+def test_both_responses_forgotten():
     """exp(-h) is over 1e40: TRL's scores are inf - inf. Here the two are equal, and nothing moves."""
     w, v = torch.tensor([[-100.0], [-120.0]], requires_grad=True)
     zeros, one = torch.zeros(1), torch.ones(1, dtype=torch.long)

@@ -18,7 +18,7 @@ def first_differences(sampler, engine, sample):
 
     Args:
         sampler: its parts over the sequence.
-        sample: an answer of this sampler, with weights equal to the trainer's.
+        sample: a response of this sampler, with weights equal to the trainer's.
     """
     named = {}
     for part, fault in {"": lambda: ExitStack(), **faults(engine, sample)}.items():

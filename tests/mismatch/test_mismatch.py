@@ -56,7 +56,7 @@ def test_a_fault_in_any_part_is_named(folder, kind):
 
 
 def test_the_command(folder, tmp_path, capsys, monkeypatch):
-    """On the model itself, and on an answer of a bundle that other weights have sampled."""
+    """On the model itself, and on a response of a bundle that other weights have sampled."""
     path = built(folder, "qwen2_5_vl")
     digits = load_task("digits")
     monkeypatch.setattr(command, "load_task", lambda name: replace(digits, train=()))  # a task of evaluation

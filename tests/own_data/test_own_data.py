@@ -14,7 +14,7 @@ from PIL import Image
 
 from rlkit.data import collate, load_chats, load_pairs, load_task, load_unpaired, prompt_sample
 from rlkit.rewards import score
-from rlkit.vlm import encode_answers, encode_chat, encode_prompt, load_processor
+from rlkit.vlm import encode_chat, encode_prompt, encode_responses, load_processor
 
 HERE = Path(__file__).parent
 SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -248,7 +248,7 @@ def test_pairs(name, processor):
     begun = encode_prompt(processor, row)
     assert shown(processor, begun) == (text, pictures)
     ends = [processor.tokenizer.eos_token_id]
-    samples = encode_answers(begun, processor, [row["chosen"], row["rejected"]], ends, 500)
+    samples = encode_responses(begun, processor, [row["chosen"], row["rejected"]], ends, 500)
     said = [processor.tokenizer.decode(sample.response_ids) for sample in samples]
     assert said == [f"{chosen}<|im_end|>", f"{rejected}<|im_end|>"]
     good, bad = rows_of(load_unpaired(str(HERE / name)))[:2]
@@ -323,14 +323,14 @@ BROKEN = {
     "no_object.json": (load_task, " row 1: expected an object, got 'What?'"),
     "empty.jsonl": (load_task, ": expected at least one row, got an empty file"),
     "pair_without_prompt.jsonl": (load_pairs, " row 1: question: expected text or messages, got none"),
-    "same_pair.jsonl": (load_pairs, " row 1: chosen, rejected: expected two different answers, got the same"),
+    "same_pair.jsonl": (load_pairs, " row 1: chosen, rejected: expected two different responses, got the same"),
     "pairs.jsonl": (load_pairs, ": expected a file, got none of this name; '{folder}' has {files}"),
     "marked_in_words.jsonl": (load_unpaired, " row 1: label: expected true or false, got 'good'"),
     "nothing_to_imitate.jsonl": (
         load_chats,
         " row 1: answer: expected a text or one message of the assistant, got None",
     ),
-    "two_to_imitate.jsonl": (load_chats, " row 1: answer and solution: expected one answer to imitate, got 2"),
+    "two_to_imitate.jsonl": (load_chats, " row 1: answer and solution: expected one response to imitate, got 2"),
 }
 
 

@@ -33,7 +33,7 @@ class Trainer:
         )
 
     def group_advantages(self, rewards, group_ids):
-        """Each reward is that of an answer of one token."""
+        """Each reward is that of a response of one token."""
         mask = torch.ones(len(rewards), 1)
         return ppo_utils.compute_grpo_outcome_advantage(rewards[:, None], mask, group_ids.numpy())[0][:, 0]
 

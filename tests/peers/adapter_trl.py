@@ -44,7 +44,7 @@ class Trainer:
     def group_advantages(self, rewards, group_ids):
         sizes = group_ids.unique_consecutive(return_counts=True)[1]
         if len(sizes) != len(group_ids.unique()) or len(set(sizes.tolist())) > 1 or sizes[0] < 2:
-            raise Refused("its sampler puts num_generations >= 2 answers to a prompt beside each other")
+            raise Refused("its sampler puts num_generations >= 2 responses to a prompt beside each other")
         mask = torch.ones(len(rewards), 1, dtype=torch.bool)
         given = rewards[:, None], torch.zeros(len(rewards), 1), mask
         return trainer_and_batch("grpo", *given, group_size=int(sizes[0]))[1]["advantages"]

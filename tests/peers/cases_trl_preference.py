@@ -29,8 +29,8 @@ P, T, V = 4, 9, 11
 BETA = 0.5
 
 
-def answers(g, rows=2 * P):
-    """Masks: prompts and answers of several lengths."""
+def responses(g, rows=2 * P):
+    """Masks: prompts and responses of several lengths."""
     first = torch.randint(1, 4, (rows, 1), generator=g)
     last = torch.randint(6, T + 1, (rows, 1), generator=g)
     place = torch.arange(T)
@@ -42,7 +42,7 @@ def pairs(g):
     ref = -3 * torch.rand(2 * P, T, generator=g)
     drift = torch.cat([torch.linspace(-0.5, 1.0, P), torch.zeros(P)])[:, None]
     logprobs = ref + drift + 0.7 * torch.randn(2 * P, T, generator=g)
-    return {"logprobs": logprobs, "ref_logprobs": ref, "mask": answers(g)["mask"]}
+    return {"logprobs": logprobs, "ref_logprobs": ref, "mask": responses(g)["mask"]}
 
 
 def labelled(shift):
@@ -69,7 +69,7 @@ def logits(g):
     return {
         "logits": 2 * torch.randn(2 * P, T, V, generator=g),
         "tokens": torch.randint(0, V, (2 * P, T), generator=g),
-        **answers(g),
+        **responses(g),
     }
 
 
@@ -97,8 +97,8 @@ def kto(**options):
     def peer(logprobs, ref_logprobs, mask, other_logprobs, other_ref_logprobs, desirable):
         from trl import KTOConfig, KTOTrainer
 
-        def model(answers, others):
-            return lambda input_ids, **_: fused_head_output(others if input_ids[0, 0] else answers, mask)
+        def model(responses, others):
+            return lambda input_ids, **_: fused_head_output(others if input_ids[0, 0] else responses, mask)
 
         trainer = stand_in(KTOTrainer, KTOConfig, beta=BETA, **options)
         trainer.precompute_ref_logps, trainer.calculate_KL = False, trainer.loss_type == "kto"
@@ -171,7 +171,7 @@ def unpaired_apo(x):
 
 
 def scored(x, of=sequence_logprobs):
-    """Chosen and rejected answers, their lengths, and the mean negative log-likelihood of the chosen tokens."""
+    """Chosen and rejected responses, their lengths, and the mean negative log-likelihood of the chosen tokens."""
     logprobs = token_logprobs(x.logits, x.tokens)
     return *of(logprobs, x.mask).chunk(2), *x.mask.sum(1).chunk(2), token_mean(-logprobs[:P], x.mask[:P])
 
@@ -182,8 +182,8 @@ def slic(x):
 
 
 def simpo(x):
-    *answers, nll = scored(x)
-    return simpo_loss(*answers, beta=BETA, gamma=0.7).mean() + 0.3 * nll
+    *responses, nll = scored(x)
+    return simpo_loss(*responses, beta=BETA, gamma=0.7).mean() + 0.3 * nll
 
 
 def smoothed(x):
@@ -197,9 +197,9 @@ def mean_ipo(x):
 
 
 def orpo(x):
-    *answers, _ = scored(x)
+    *responses, _ = scored(x)
     logprobs = token_logprobs(x.logits, x.tokens)
-    return BETA * orpo_loss(*answers).mean() + token_mean(-logprobs[:P, 1:], x.attended[:P, 1:])
+    return BETA * orpo_loss(*responses).mean() + token_mean(-logprobs[:P, 1:], x.attended[:P, 1:])
 
 
 def both(x):
@@ -221,7 +221,7 @@ CASES = [
         pairs,
         dpo("ipo"),
         lambda x: ipo_loss(*halves(x, sequence_mean_logprobs), BETA).mean(),
-        why="TRL divides by the answers' lengths, which ours leaves to the caller.",
+        why="TRL divides by the responses' lengths, which ours leaves to the caller.",
     ),
     case(
         "dpo_sigmoid_norm",

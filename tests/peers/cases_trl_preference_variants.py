@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import torch
-from cases_trl_preference import BETA, P, T, V, answers, dpo, halves, logits, pairs, scored, whole_loss
+from cases_trl_preference import BETA, P, T, V, dpo, halves, logits, pairs, responses, scored, whole_loss
 from cases_trl_trainer import case, stand_in
 
 from rlkit.losses import (
@@ -64,8 +64,8 @@ def wpo(x):
 
 def alphapo(alpha):
     def ours(x):
-        *answers, _ = scored(x)
-        return alphapo_loss(*answers, alpha=alpha, beta=BETA, gamma=0.7).mean()
+        *responses, _ = scored(x)
+        return alphapo_loss(*responses, alpha=alpha, beta=BETA, gamma=0.7).mean()
 
     peer = whole_loss("cpo", loss_type="alphapo", alpha=alpha, simpo_gamma=0.7)
     return case(f"cpo_alphapo_{alpha}", logits, peer, ours, grad=("logits",))
@@ -79,13 +79,13 @@ def smoothed_simpo(x):
 
 def triples(g):
     """Chosen, rejected and gold answers."""
-    made = answers(g, 3 * P)
+    made = responses(g, 3 * P)
     made["logits"] = 2 * torch.randn(3 * P, T, V, generator=g)
     return made | {"tokens": torch.randint(0, V, (3 * P, T), generator=g)}
 
 
 def tpo(name, scores, gamma=0.0, **options):
-    """TRL's likelihood of the gold answers is a mean over all of their tokens."""
+    """TRL's likelihood of the gold responses is a mean over all of their tokens."""
 
     def peer(logits, tokens, mask, attended):
         from trl.experimental.tpo import TPOConfig, TPOTrainer

@@ -9,7 +9,7 @@ B, T = 5, 9
 
 
 def chats(g):
-    """Answers of several turns and of several lengths: a mean over tokens is not one over answers."""
+    """Responses of several turns and of several lengths: a mean over tokens is not one over responses."""
     logprobs = -3 * torch.rand(B, T, generator=g)
     mask = (torch.rand(B, T, generator=g) < 0.6) & (torch.arange(T) < torch.tensor([[9], [7], [4], [6], [8]]))
     mask[:, 0] = False

@@ -125,7 +125,7 @@ def test_a_run_leaves_as_much_memory_as_the_plan():
 
 def test_one_row_is_singular():
     one = describe_rows(Workload(1, 2, 0, prompts=1, group_size=1))
-    assert one == "1 prompt of 1 token (0 of images), 1 answer of 2 tokens to each"
+    assert one == "1 prompt of 1 token (0 of images), 1 response of 2 tokens to each"
 
 
 def ways(world, **options):

@@ -131,7 +131,7 @@ def test_host_memory_counts_images_and_weights_that_are_not_read_in_slices(tmp_p
     """On a machine with 8 of 16 ranks, each of which has 500 of 8,000 held-out rows."""
     config = qwen_vl("qwen2.5-vl-3b")
     cfg = load_recipe("recipes/grpo_vlm.py").Config(model=str(tmp_path), heldout_rows=8000)
-    workload = Workload(prompt=400, answer=100, image_tokens=256, prompts=3, group_size=4)
+    workload = Workload(prompt=400, response=100, image_tokens=256, prompts=3, group_size=4)
     rehearsal = Rehearsal({"train": {}}, {}, 0, 1000, 1000, 100, workload, 16, fully_read=50)
     plan = Plan(rehearsal, SamplerMemory(0, 0, 12, 12), {}, gpu_named("h100-80gb"))
     image = 2 * (256 * 4) * (3 * 2 * 14 * 14)
@@ -212,7 +212,7 @@ def test_the_arithmetic_for_megatron_is_what_a_process_takes(found, name):
 )
 def test_towers_that_are_not_counted_are_named(family, towers):
     config = AutoConfig.for_model(family, **({"audio_config": {}} if family == "gemma4" else {}))
-    workload = Workload(prompt=100, answer=5, image_tokens=36, prompts=3, group_size=2)
+    workload = Workload(prompt=100, response=5, image_tokens=36, prompts=3, group_size=2)
     expected = [f"activations and FLOPs of {' and '.join(towers)}"] if towers else []
     here = SamplerMemory(0, 0, 6, 6)
     assert not_planned(SimpleNamespace(), config, workload, here) == expected
@@ -403,7 +403,7 @@ def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():
     cfg = load_recipe("recipes/grpo_vlm.py").Config(
         model="GPUs", rollout="vllm", gpu_memory_utilization=0.9, micro_batch_tokens=2_000_000
     )
-    workload = SimpleNamespace(prompt=1_000_000, answer=234_567)
+    workload = SimpleNamespace(prompt=1_000_000, response=234_567)
     plan = SimpleNamespace(
         sampler=SamplerMemory(0, 0, 8, 8, utilization=0.57, share=0.9),
         rehearsal=SimpleNamespace(workload=workload, resident={}),

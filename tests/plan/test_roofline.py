@@ -26,7 +26,7 @@ from rlkit.plan.workload import PackedRows, Workload, optimizer_steps, packed_ro
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=64, **SIZES)
 LARGER = LlamaConfig(hidden_size=128, intermediate_size=128, **SIZES)
-ROWS = Workload(prompt=100, answer=50, image_tokens=0, prompts=3, group_size=4)
+ROWS = Workload(prompt=100, response=50, image_tokens=0, prompts=3, group_size=4)
 NAMES = {"lora_rank": 0, "enable_gradient_checkpointing": False, "parallel": {}, "freeze_vision_tower": False}
 FSDP2 = SimpleNamespace(engine="fsdp2", **NAMES)
 
@@ -92,7 +92,7 @@ def test_fsdp_gathers_over_its_shards_alone():
 def test_every_rank_of_a_model_parallel_group_encodes_the_images():
     """Two ranks share the layers' work; Ulysses also that of the output layer, which tensor parallelism replicates."""
     config = qwen_vl("qwen2.5-vl-3b")
-    rows = Workload(prompt=100, answer=50, image_tokens=32, prompts=3, group_size=4)
+    rows = Workload(prompt=100, response=50, image_tokens=32, prompts=3, group_size=4)
     half = rehearsal({"policy": ModelSize(400, 800)}, rows, data_parallel_size=8)
     tower = forward_flops(config, [], 0, [32 * 4] * 3)
     rest = rows_flops(config, rows, 3) - tower
@@ -152,7 +152,7 @@ def test_frozen_weights_are_not_copied_back_to_the_host():
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "grpo_vlm"])
-def test_recipes_with_given_answers_sample_for_evaluation_only(recipe):
+def test_recipes_with_given_responses_sample_for_evaluation_only(recipe):
     cfg = load_recipe(f"recipes/{recipe}.py").Config(model="MODEL", max_new_tokens=64)
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1)
     three = rehearsal(dict.fromkeys(("policy", "reference"), ModelSize(400, 800)))
@@ -186,10 +186,10 @@ def test_tensor_parallel_traffic_stays_on_its_machine():
 
 
 def test_the_last_round_of_decoding_has_fewer_caches():
-    """5 answers, 4 at once: two rounds read the weights, and 5 caches are read, not 8."""
+    """5 responses, 4 at once: two rounds read the weights, and 5 caches are read, not 8."""
     three = rehearsal({"policy": ModelSize(400, 800)})
     cost = generation(SimpleNamespace(max_new_tokens=50), LLAMA, three, SamplerMemory(700, 0, sequences=4, rows=5))
-    cache = 2 * 2 * 2 * 16 * 2 * 125  # keys and values, layers, heads, size of a head, bytes, tokens of half an answer
+    cache = 2 * 2 * 2 * 16 * 2 * 125  # keys and values, layers, heads, size of a head, bytes, tokens of half a response
     assert sequence_bytes(LLAMA, 125, 1) == cache
     assert cost.memory == 2 * 50 * 700 + 5 * 50 * cache
 
@@ -238,7 +238,7 @@ def test_an_unknown_teacher_has_no_floor_of_seconds():
 )
 def test_prompts_are_counted_as_often_as_they_are_packed(budget, share, expected):
     packed = packed_rows(ROWS, budget, share_prompts=share)
-    assert packed == [PackedRows(answers) for answers in expected]
+    assert packed == [PackedRows(responses) for responses in expected]
     prompts = sum(one.prompts for one in packed)
     segments = [(100, 0)] * prompts + [(50, 100)] * 12
     assert rows_flops(LLAMA, ROWS, prompts) == forward_flops(LLAMA, segments, scored=12 * 50)

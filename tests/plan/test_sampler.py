@@ -166,7 +166,7 @@ def test_what_vllm_saves_and_the_plan_does_not_read_is_named(config):
         ({"kv_cache_memory_bytes": "4G"}, "kv_cache_memory_bytes: expected a number of bytes, got 4G"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: expected a divisor of 8 ranks, got 3"),
         ({"tensor_parallel_size": "two"}, "tensor_parallel_size: expected a divisor of 8 ranks, got two"),
-        ({"max_model_len": 4095}, "max_model_len: expected at least the 4096 tokens of prompt and answer, got 4095"),
+        ({"max_model_len": 4095}, "max_model_len: expected at least the 4096 tokens of prompt and response, got 4095"),
     ],
 )
 def test_what_vllm_would_refuse_is_refused(config, given, sentence):
@@ -204,7 +204,7 @@ def test_a_split_sampler_reads_its_part_of_the_weights(config):
         memory = sampler_memory(cfg, config, rehearsal(), 8, H100)
         seconds[gpus] = costs(cfg, Roles(policy=config), rehearsal(), memory, 8, 8)["generate"].seconds(H100)
     assert seconds[8]["compute"] == pytest.approx(seconds[1]["compute"])
-    assert seconds[8]["memory"] < 0.1 * seconds[1]["memory"]  # which decodes two answers at once
+    assert seconds[8]["memory"] < 0.1 * seconds[1]["memory"]  # which decodes two responses at once
 
 
 def test_servers_take_nothing_of_the_trainers_gpus(config):
@@ -218,12 +218,12 @@ def test_servers_take_nothing_of_the_trainers_gpus(config):
     assert not_planned(SimpleNamespace(rollout="vllm_server", max_new_tokens=0), config, WORKLOAD, memory) == []
 
 
-def test_servers_share_the_answers_of_all_ranks(config):
+def test_servers_share_the_responses_of_all_ranks(config):
     alone, fours = (server_memory(Servers(8, gpus), config, rehearsal(), H100) for gpus in (1, 4))
     assert (alone.rows, fours.rows) == (128, 512)
     assert fours.weights == pytest.approx(alone.weights / 4, abs=1) and fours.cache > 5 * alone.cache
     assert describe_servers(fours) == (
-        f"servers: 2 on 4 GPUs each; each generates 512 answers in a step, {fours.sequences} of them at once"
+        f"servers: 2 on 4 GPUs each; each generates 512 responses in a step, {fours.sequences} of them at once"
     )
     assert fours.sequences == fours.cache // sequence_bytes(config, 4096, 4)
     cfg = options()
@@ -231,7 +231,7 @@ def test_servers_share_the_answers_of_all_ranks(config):
         costs(cfg, Roles(policy=config), rehearsal(), memory, 8, 8)["generate"].memory
         for memory in (alone, SamplerMemory(0, 0, 128, 128))
     )
-    assert slow > 5 * fast  # with room for all answers at once
+    assert slow > 5 * fast  # with room for all responses at once
 
 
 @pytest.mark.parametrize("gpus", [0, 3, 16])
@@ -260,7 +260,7 @@ def test_servers_that_do_not_fit_are_refused_with_the_way_to_fit(config):
     assert not tight.fits
 
 
-def test_generation_and_training_overlap_if_answers_are_sampled_ahead(config):
+def test_generation_and_training_overlap_if_responses_are_sampled_ahead(config):
     """A step then takes the longer of both."""
     seconds, module = {}, load_recipe("recipes/grpo_async.py")
     for staleness in (0, 1):

@@ -65,12 +65,12 @@ def test_tokens_of_images_are_rehearsed(family):
         ({"max_prompt_tokens": 1024, "max_response_tokens": 4096, "max_turns": 1}, 1024, 128),
     ],
 )
-def test_an_episode_may_be_longer_than_a_turn(options, prompt, answer):
+def test_an_episode_may_be_longer_than_a_turn(options, prompt, response):
     cfg = load_recipe("recipes/grpo_tools.py").Config(max_new_tokens=128, **options)
     workload = longest_batch(cfg, LLAMA, 1, None)
-    assert (workload.prompt, workload.answer) == (prompt, answer)
+    assert (workload.prompt, workload.response) == (prompt, response)
     if longest := longest_sequence(cfg):
-        assert longest == prompt + answer  # what vLLM is started with
+        assert longest == prompt + response  # what vLLM is started with
 
 
 def test_dapo_samples_more_prompts_than_it_trains_on():
@@ -93,7 +93,7 @@ def test_an_episode_beyond_the_context_is_named():
 
 
 @pytest.mark.parametrize(("recipe", "others"), [("dpo", ["--max_new_tokens", "0"]), ("reward_model", [])])
-def test_both_answers_of_a_pair_are_in_one_micro_batch(recipe, others, tmp_path):
+def test_both_responses_of_a_pair_are_in_one_micro_batch(recipe, others, tmp_path):
     """Even if one of them fills the budget."""
     LLAMA.save_pretrained(tmp_path)
     module = load_recipe(f"recipes/{recipe}.py")
@@ -132,8 +132,8 @@ def test_a_pair_is_one_micro_batch_of_megatron(share, tokens, keys):
 @pytest.mark.parametrize("pair", [1, 2])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("prompt", "answer", "group"), [(20, 10, 8), (40, 6, 4), (7, 90, 2), (90, 30, 6)])
-def test_rows_are_packed_as_an_engine_packs_them(prompt, answer, group, share, pair):
-    workload = Workload(prompt, answer, 0, prompts=5, group_size=group, rows_together=pair)
+def test_rows_are_packed_as_an_engine_packs_them(prompt, response, group, share, pair):
+    workload = Workload(prompt, response, 0, prompts=5, group_size=group, rows_together=pair)
     batch = collate([row for number in range(5) for row in _group(workload, LLAMA, number)])
     if pair > 1:
         batch.add(micro_batch_group=torch.arange(len(batch)) // pair)
@@ -161,7 +161,7 @@ def test_passes_that_score_a_batch_take_time():
     assert list(ppo) == ["generate", "old logprobs", "reference", "values", "train", "weight sync"]
     assert ppo["old logprobs"] == ppo["reference"]
     workload = longest_batch(load_recipe("recipes/ppo.py").Config(max_prompt_tokens=64), LLAMA, 1, None)
-    head = 2 * 64 * 1000 * 64 * workload.rows  # hidden size, vocabulary, tokens of an answer
+    head = 2 * 64 * 1000 * 64 * workload.rows  # hidden size, vocabulary, tokens of a response
     assert ppo["old logprobs"].flops - ppo["values"].flops == head
     assert "old logprobs" not in phases("grpo_vlm") and "values" not in phases("grpo_vlm")
     assert "old logprobs" in phases("grpo_vlm", ppo_epochs=2) and "old logprobs" in phases("grpo_vlm", mini_batches=2)
@@ -184,13 +184,13 @@ def test_tokens_of_tools_are_not_generated():
     ("answer", "prompt"),
     [(1024, 15360), (12288, 4096), (15000, 4096), (16384, 4096), (65536, 4096), (131072 - 100, 100)],
 )
-def test_prompts_beside_long_answers_are_not_empty(answer, prompt):
-    """Answers that fill a micro-batch left a prompt of one token, without an image."""
+def test_prompts_beside_long_responses_are_not_empty(response, prompt):
+    """Responses that fill a micro-batch left a prompt of one token, without an image."""
     config = AutoConfig.for_model("qwen2_5_vl")
     config.text_config.max_position_embeddings = 131072
     recipe = load_recipe("recipes/grpo_vlm.py").Config
-    workload = longest_batch(with_limited_rows(recipe(model="MODEL", max_new_tokens=answer), config), config, 8, None)
-    assert (workload.prompt, workload.answer) == (prompt, answer)
+    workload = longest_batch(with_limited_rows(recipe(model="MODEL", max_new_tokens=response), config), config, 8, None)
+    assert (workload.prompt, workload.response) == (prompt, response)
     assert workload.image_tokens == (prompt - 64) // 2 * 2
 
 
@@ -206,7 +206,7 @@ def test_an_episode_beside_a_long_prompt_is_not_one_token():
 ])  # fmt: skip
 def test_placeholder_text_has_no_tokens_of_images(family, options, ids):
     """The engine refuses image tokens without an image."""
-    workload = Workload(prompt=8, answer=4, image_tokens=0, prompts=4, group_size=2)
+    workload = Workload(prompt=8, response=4, image_tokens=0, prompts=4, group_size=2)
     config = AutoConfig.for_model(family, **options)
     samples = [sample for number in range(4) for sample in _group(workload, config, number)]
     assert not ids & {token for sample in samples for token in sample.token_ids}

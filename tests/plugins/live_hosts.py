@@ -66,7 +66,7 @@ def released(package, folder):
 
 
 def rows(seed):
-    """Two answers to each of four prompts: prompts of 3 tokens, answers of 4 or 6."""
+    """Two responses to each of four prompts: prompts of 3 tokens, responses of 4 or 6."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([7, 9, 9, 7, 9, 9, 7, 9])
     mask = (torch.arange(9) >= 3) & (torch.arange(9) < lengths[:, None])
@@ -139,7 +139,7 @@ def plain_strategy(args):
 
 
 def experiences(openrlhf, step):
-    """OpenRLHF's batches of a step: three of the answers, in another order, and the others."""
+    """OpenRLHF's batches of a step: three of the responses, in another order, and the others."""
     from openrlhf.trainer.ppo_utils.experience import Experience
 
     found = []

@@ -30,7 +30,7 @@ def registered():
 
 
 def batch(seed):
-    """Eight answers to four prompts, in any order: prompts of 3 tokens, answers of 4 or 6."""
+    """Eight responses to four prompts, in any order: prompts of 3 tokens, responses of 4 or 6."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([7, 9, 9, 7, 9, 9, 7, 9])
     mask = (torch.arange(9) >= 3) & (torch.arange(9) < lengths[:, None])
@@ -41,7 +41,7 @@ def batch(seed):
 
 
 def advantages_of(name, step, config):
-    """[8, 6] of the answers, by SkyRL's driver, with the reward at the last token."""
+    """[8, 6] of the responses, by SkyRL's driver, with the reward at the last token."""
     mask = step["mask"][:, 3:].float()
     rewards = torch.nn.functional.one_hot(step["lengths"] - 4, 6) * step["rewards"][:, None]
     return ppo_utils.compute_advantages_and_returns(rewards, mask, UIDS, name, config)[0]

@@ -111,8 +111,8 @@ def reward(completion_ids, **_):
 
 def row(prompt, prompt_mask, completion, mask):
     """Tokens and mask of a row without padding."""
-    prompt, answer = prompt[prompt_mask.bool()], completion[mask.bool()]
-    return torch.cat([prompt, answer]), torch.cat([torch.zeros(len(prompt)), torch.ones(len(answer))])
+    prompt, response = prompt[prompt_mask.bool()], completion[mask.bool()]
+    return torch.cat([prompt, response]), torch.cat([torch.zeros(len(prompt)), torch.ones(len(response))])
 
 
 def padded(rows):
@@ -139,7 +139,7 @@ def grpo_steps(trainer):
 
 
 def grpo_run(tokenizer):
-    """CISPO and RLOO, two steps on one batch of answers, so that the second has ratios other than 1."""
+    """CISPO and RLOO, two steps on one batch of responses, so that the second has ratios other than 1."""
     loss = partial(cispo_loss, clip_low=0.01, clip_high=0.02)
     trainer = grpo(tokenizer, loss, rloo_advantages, num_iterations=2)
     start = copy_of(trainer.model)
@@ -237,7 +237,7 @@ def test_a_loss_without_reference(tokenizer):
 
 
 def test_evaluation(tokenizer):
-    """The same answers, so the same loss as TRL's own: in evaluation nothing is accumulated."""
+    """The same responses, so the same loss as TRL's own: in evaluation nothing is accumulated."""
     found = {}
     for name, own in {"rlkit": {"loss": clipped_policy_loss}, "TRL": {}}.items():
         trainer = grpo(tokenizer, **own, per_device_eval_batch_size=4, num_generations_eval=2)

@@ -68,25 +68,25 @@ def actor(loss_mode, **options):
 
 
 def rows(seed=0):
-    """8 rows: a prompt of 2 to 4 tokens, an answer of 3 to 9; two have tool output, one is not trained on."""
+    """8 rows: a prompt of 2 to 4 tokens, a response of 3 to 9; two have tool output, one is not trained on."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 10, (8,), generator=g)
     prompts = [torch.randint(2, WORDS, (int(n),), generator=g) for n in torch.randint(2, 5, (8,), generator=g)]
-    answers = [torch.randint(2, WORDS, (int(n),), generator=g) for n in lengths]
+    responses = [torch.randint(2, WORDS, (int(n),), generator=g) for n in lengths]
     masks = [torch.ones(int(n), dtype=torch.long) for n in lengths]
     for row in (0, 3):
         masks[row][1] = 0
     masks[5][:] = 0
-    return prompts, answers, masks
+    return prompts, responses, masks
 
 
 def nested(tensors):
     return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
 
-def verl_batch(prompts, answers, masks, *, dp_size, tokens, sequences, **per_token):
+def verl_batch(prompts, responses, masks, *, dp_size, tokens, sequences, **per_token):
     """What verl's driver sends a worker: nested tensors of the responses, and the counts of the global batch."""
-    tracks = {"prompts": prompts, "responses": answers, "response_mask": masks}
+    tracks = {"prompts": prompts, "responses": responses, "response_mask": masks}
     data = TensorDict({name: nested(rows) for name, rows in tracks.items()}, [len(masks)])
     for name, x in per_token.items():
         data[name] = nested([row[: len(mask)] for row, mask in zip(x, masks, strict=True)])
@@ -107,7 +107,7 @@ def same_draws(monkeypatch):
 @pytest.mark.parametrize("mode", REDUCE)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_every_loss_through_the_loss_of_verls_workers(loss, mode):
-    prompts, answers, masks = rows()
+    prompts, responses, masks = rows()
     mask = padded(masks).bool()
     g = torch.Generator().manual_seed(1)
     old = -3 * torch.rand(mask.shape, generator=g)
@@ -118,11 +118,11 @@ def test_every_loss_through_the_loss_of_verls_workers(loss, mode):
 
     theirs, ours = new.clone().requires_grad_(), new.clone().requires_grad_()
     per_token = {"old_log_probs": old, "advantages": advantages, "rollout_is_weights": weights}
-    data = verl_batch(prompts, answers, masks, dp_size=2, tokens=61, sequences=16, **per_token)
-    # a model's output speaks of the next token: the answer's log-probabilities begin at the prompt's last token
+    data = verl_batch(prompts, responses, masks, dp_size=2, tokens=61, sequences=16, **per_token)
+    # a model's output speaks of the next token: the response's log-probabilities begin at the prompt's last token
     output = [
         torch.cat([torch.zeros(len(p) - 1), x[: len(a)], torch.zeros(1)])
-        for p, a, x in zip(prompts, answers, theirs, strict=True)
+        for p, a, x in zip(prompts, responses, theirs, strict=True)
     ]
     config = actor(f"rlkit_{loss.__name__.removesuffix('_loss')}", loss_agg_mode=mode, loss_scale_factor=50, **OPTIONS)
     found, metrics = ppo_loss(config, {"log_probs": nested(output)}, data)
@@ -207,7 +207,7 @@ def test_verl_loads_it_by_itself(settings, tmp_path):
 
 def two_steps():
     """verl's advantages and workers' loss, two micro-batches a step, two steps on one batch; the tensors of it all."""
-    prompts, answers, masks = rows(seed=3)
+    prompts, responses, masks = rows(seed=3)
     mask = padded(masks)
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 1.0])
     data = DataProto.from_single_dict(
@@ -220,7 +220,7 @@ def two_steps():
     advantages = compute_advantage(data, "rlkit_rloo", config=AlgoConfig()).batch["advantages"]
     model = tiny_model()
     start, optimizer = copy_of(model), adamw(model.parameters())
-    tokens = [torch.cat(pair) for pair in zip(prompts, answers, strict=True)]
+    tokens = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
 
     def next_logprobs(row):
         """What verl's engines return for a row: at each token the log-probability of the next one."""
@@ -236,15 +236,15 @@ def two_steps():
         losses.append(0.0)
         for part in (slice(0, 3), slice(3, 8)):
             fields = {"old_log_probs": old[part], "advantages": advantages[part]}
-            micro = verl_batch(prompts[part], answers[part], masks[part], **counts, **fields)
+            micro = verl_batch(prompts[part], responses[part], masks[part], **counts, **fields)
             loss, _ = ppo_loss(config, {"log_probs": nested([next_logprobs(row) for row in tokens[part]])}, micro)
             loss.backward()
             losses[-1] += loss.item()
         optimizer.step()
 
     def beside_prompts(x):
-        rows = zip(prompts, answers, x, strict=True)
-        return padded([torch.cat([x.new_zeros(len(prompt)), row[: len(answer)]]) for prompt, answer, row in rows])
+        rows = zip(prompts, responses, x, strict=True)
+        return padded([torch.cat([x.new_zeros(len(prompt)), row[: len(response)]]) for prompt, response, row in rows])
 
     step = {"tokens": padded(tokens), "lengths": torch.tensor([len(row) for row in tokens])}
     step |= {"mask": beside_prompts(mask), "old_logprobs": beside_prompts(old), "rewards": rewards}

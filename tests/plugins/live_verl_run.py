@@ -28,7 +28,7 @@ from rlkit.losses import cispo_loss, token_mean, vespo_loss  # noqa: E402
 from rlkit.vlm.tiny import tiny_text_tokenizer  # noqa: E402
 
 HERE = Path(__file__).parent
-PROMPTS, ANSWERS, EPOCHS = 4, 8, 2
+PROMPTS, RESPONSES, EPOCHS = 4, 8, 2
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 MODE, ESTIMATOR = f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator"
 OPTIONS = {
@@ -62,7 +62,7 @@ OPTIONS = {
     f"{ACTOR}.grad_clip": 1e9,
     f"{ACTOR}.optim.clip_grad": 1e9,
     f"{ROLLOUT}.name": "on_cpu",
-    f"{ROLLOUT}.n": ANSWERS,
+    f"{ROLLOUT}.n": RESPONSES,
     f"{ROLLOUT}.tensor_model_parallel_size": 1,
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8,
     f"{ROLLOUT}.calculate_log_probs": True,
@@ -128,11 +128,11 @@ def finished(command, folder, env):
 
 def steps_of(folder):
     """What verl sampled in each step, as batches of ours."""
-    lines = [json.loads(line) for file in folder.glob("answers*.jsonl") for line in open(file)]
+    lines = [json.loads(line) for file in folder.glob("responses*.jsonl") for line in open(file)]
     tokenizer = tiny_text_tokenizer(["a b c"])
     for version in (0, 1):
         rows = sorted((row for row in lines if row["version"] == version), key=lambda row: row["prompt"])
-        assert len(rows) == PROMPTS * ANSWERS and len({tuple(row["prompt"]) for row in rows}) == PROMPTS
+        assert len(rows) == PROMPTS * RESPONSES and len({tuple(row["prompt"]) for row in rows}) == PROMPTS
         tokens = [torch.tensor(row["prompt"] + row["answer"]) for row in rows]
         masks = [torch.arange(len(x)) >= len(row["prompt"]) for x, row in zip(tokens, rows, strict=True)]
         logprobs = [torch.tensor([0.0] * len(row["prompt"]) + row["logprobs"]) for row in rows]
@@ -155,8 +155,8 @@ def weights(folder, version):
 
 
 def same_as_our_engine(folder, loss, advantages):
-    """verl's weights after each step, and its metrics, are those of our engine on the same answers."""
-    groups = torch.arange(PROMPTS * ANSWERS) // ANSWERS
+    """verl's weights after each step, and its metrics, are those of our engine on the same responses."""
+    groups = torch.arange(PROMPTS * RESPONSES) // RESPONSES
     batches = [batch_of(step).add(advantages=advantages(step["rewards"], groups)) for step in steps_of(folder)]
 
     def loss_fn(out, mb):

@@ -88,9 +88,9 @@ def our_verl_steps(start, steps):
     return engine_steps(start, batches, loss_fn)
 
 
-def reward_of(answer):
-    """A reward of an answer's tokens that differs between most answers."""
-    return (answer % 5).float().mean()
+def reward_of(response):
+    """A reward of a response's tokens that differs between most responses."""
+    return (response % 5).float().mean()
 
 
 def our_trl_steps(start, steps):

@@ -85,9 +85,10 @@ RECORDS = Path(os.environ.get("VERL_ON_CPU_RECORDS", "."))
 
 
 class Sampler:
-    """A server of one replica: samples token by token, and writes down weights and answers of each version.
+    """A server of one replica: samples token by token, and writes down weights and responses of each version.
 
-    A draw depends on the prompt, the version of the weights and the number of the answer, not on the order of requests.
+    A draw depends on the prompt, the version of the weights and the number of the response, not on the order of
+    requests.
     """
 
     def __init__(self, replica, path, length):
@@ -95,16 +96,16 @@ class Sampler:
 
         self.model = AutoModelForCausalLM.from_pretrained(path).eval()
         self.end, self.length = AutoTokenizer.from_pretrained(path).eos_token_id, length
-        self.replica, self.version, self.answers = replica, None, {}
+        self.replica, self.version, self.responses = replica, None, {}
 
     async def load(self, weights, version):
         self.model.load_state_dict(weights, strict=False)  # without the tied head
-        self.version, self.answers = version, {}
+        self.version, self.responses = version, {}
         if self.replica == 0:
             torch.save(weights, RECORDS / f"weights{version}.pt")
 
     async def generate(self, request_id, prompt_ids, sampling_params, **_):
-        number = self.answers[tuple(prompt_ids)] = self.answers.get(tuple(prompt_ids), -1) + 1
+        number = self.responses[tuple(prompt_ids)] = self.responses.get(tuple(prompt_ids), -1) + 1
         seed = hashlib.sha256(repr((prompt_ids, self.version, number)).encode()).digest()
         g = torch.Generator().manual_seed(int.from_bytes(seed[:4], "big"))
         tokens, logprobs = list(prompt_ids), []
@@ -113,12 +114,12 @@ class Sampler:
                 scores = self.model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
                 tokens.append(torch.multinomial(scores.exp(), 1, generator=g).item())
                 logprobs.append(scores[tokens[-1]].item())
-        answer = tokens[len(prompt_ids) :]
-        line = {"version": self.version, "prompt": prompt_ids, "answer": answer, "logprobs": logprobs}
-        with open(RECORDS / f"answers{self.replica}.jsonl", "a") as file:
+        response = tokens[len(prompt_ids) :]
+        line = {"version": self.version, "prompt": prompt_ids, "answer": response, "logprobs": logprobs}
+        with open(RECORDS / f"responses{self.replica}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
         return TokenOutput(
-            token_ids=answer, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": self.version}
+            token_ids=response, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": self.version}
         )
 
     async def sleep(self):
@@ -156,5 +157,5 @@ _ROLLOUT_REGISTRY["on_cpu", "async"] = f"{__name__}.WeightSender"
 
 
 def score(data_source, solution_str, ground_truth, extra_info=None, **_):
-    """verl's reward function: it differs between most answers."""
+    """verl's reward function: it differs between most responses."""
     return len(solution_str) % 4 / 2

@@ -32,10 +32,10 @@ def digits():
     return load_task("digits")
 
 
-def few_digits(answers="01"):
+def few_digits(responses="01"):
     """The built-in images of 0 and 1; a run names it "helpers:few_digits"."""
     task = digits()
-    train, heldout = ([row for row in rows if row["answer"] in answers] for rows in (task.train, task.heldout))
+    train, heldout = ([row for row in rows if row["answer"] in responses] for rows in (task.train, task.heldout))
     return replace(task, train=train, heldout=heldout)
 
 
@@ -64,7 +64,7 @@ def second_epoch():
 
 
 def even_lengths():
-    """A task that rewards answers of an even number of characters, which a model with random weights writes, too."""
+    """A task that rewards responses of an even number of characters, which a model with random weights writes, too."""
     task = seen_shortly()
     return replace(task, heldout=task.heldout[:2], reward=length_is_even)
 
@@ -101,7 +101,7 @@ def built_warm(tmp_path_factory):
 
 
 def built_start(tmp_path_factory):
-    """A model that knows the form of an answer and nothing of its content."""
+    """A model that knows the form of a response and nothing of its content."""
     return built(tmp_path_factory, "start", few_digits, warm_up_steps=31, label_noise=1.0, lr=1e-3)
 
 
@@ -143,13 +143,13 @@ def run(recipe, *arguments, ranks=0, fails=False):
     return launch(RECIPES / f"{recipe}.py", *arguments, ranks=ranks, fails=fails)
 
 
-def answers_on_page(out):
-    """The held-out rows that report.html shows after training, each with its images and answers."""
+def responses_on_page(out):
+    """The held-out rows that report.html shows after training, each with its images and responses."""
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', (out / "report.html").read_text())[1]
-    answers = json.loads(data)["runs"][0]["answers"]
-    heldout = [prompt for prompt in answers["prompts"] if prompt["kind"] == "held-out"]
+    responses = json.loads(data)["runs"][0]["responses"]
+    heldout = [prompt for prompt in responses["prompts"] if prompt["kind"] == "held-out"]
     shown = [prompt for prompt in heldout if prompt["step"] == heldout[-1]["step"]]
-    assert all(answers["images"][name].startswith("data:image/") for prompt in shown for name in prompt["images"])
+    assert all(responses["images"][name].startswith("data:image/") for prompt in shown for name in prompt["images"])
     return shown
 
 

@@ -44,7 +44,7 @@ def running_hub():
         def log_message(self, *_):
             pass
 
-        def answer(self):
+        def response(self):
             status, content = respond(hub, self.command, self.path.partition("?")[0], self.headers, self.body())
             payload = json.dumps(content).encode()
             self.send_response(status)
@@ -53,7 +53,7 @@ def running_hub():
             self.end_headers()
             self.wfile.write(payload)
 
-        do_GET = do_POST = do_PUT = answer
+        do_GET = do_POST = do_PUT = response
 
         def body(self):
             if self.headers.get("Transfer-Encoding") != "chunked":
@@ -76,8 +76,8 @@ def running_hub():
 
 
 def respond(hub, method, path, headers, body):
-    """The status and the JSON content of an answer."""
-    if method == "PUT":  # what the LFS answer below named; it needs no token
+    """The status and the JSON content of a response."""
+    if method == "PUT":  # what the LFS response below named; it needs no token
         hub.objects[path.rpartition("/")[2]] = body
         return 200, {}
     if headers.get("Authorization", "").lower() != f"bearer {TOKEN}".lower():

@@ -115,7 +115,7 @@ def test_transformers_finds_the_held_out_loss_of_an_export(whole):
 
 
 def test_vllm_reads_an_export_and_finds_the_held_out_accuracy(finished, tmp_path):
-    """By evaluate.py. The export is in bfloat16 with the adapters merged, whose rounding changes an answer or two."""
+    """By evaluate.py. The export is in bfloat16 with the adapters merged, whose rounding changes a response or two."""
     out = finished("grpo_vlm")
     options = "--task addition --heldout 0.008 --max_new_tokens 16 --group_size 0 --rollout vllm --threads 1"
     options += " --rollout_options max_model_len 256 kv_cache_memory_bytes 67108864"

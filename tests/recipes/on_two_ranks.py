@@ -3,10 +3,10 @@
 on_two_ranks.py RUNS_FILE NAME...
 
 RUNS_FILE holds, by name, the steps after which a run is broken off and resumed (0: never), its recipe and its options.
-The other cases are `answers`, what ranks with the same rows have of a sampler that answers each rank differently;
+The other cases are `responses`, what ranks with the same rows have of a sampler that answers each rank differently;
 `late`, a rank that starts late; `refused`, what the ranks say of a directory that rank 0 cannot have; `measured`,
-what they measure of answers that they share, or that rank 0 has alone; and `replayed/NAME`, the saved step of a run of
-before, computed again by both ranks.
+what they measure of responses that they share, or that rank 0 has alone; and `replayed/NAME`, the saved step of a run
+of before, computed again by both ranks.
 """
 
 import io
@@ -24,7 +24,7 @@ from forked_ranks import fork_ranks
 from helpers import run_here, stop_after
 from isolated_cases import case
 from megatron_groups import destroy_megatron_groups
-from runs.some_answers import PROMPTS, measure, of_a_rank
+from runs.some_responses import PROMPTS, measure, of_a_rank
 
 from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import TIMEOUT, init_distributed, make_model_parallel_group
@@ -88,18 +88,18 @@ def refused(root):
 def measured():
     rank, world = dist.get_rank(), dist.get_world_size()
     alone = of_a_rank(0, 1) if rank == 0 else of_a_rank(len(PROMPTS), 1)  # rank 1 has nothing
-    return [of_all_ranks(measure(answers)) for answers in (of_a_rank(rank, world), alone)]
+    return [of_all_ranks(measure(responses)) for responses in (of_a_rank(rank, world), alone)]
 
 
 def replayed(rollouts):
-    """Rows and answers of the step that was computed again, and how it compares with the saved one."""
+    """Rows and responses of the step that was computed again, and how it compares with the saved one."""
     saved = read_bundle(rollouts / "step_0")
     computed = replay(rollouts / "step_0", saved, "", "", [])
     destroy_megatron_groups()
     fields, found = computed.updates[0].fields, compare_bundles(saved, computed, 1e-4)
     return {
         "rows": sorted(zip(fields["group_ids"].tolist(), fields["numbers"].tolist(), strict=True)),
-        "answers": sorted((sample.group_id, sample.number) for sample in computed.draws[0].samples),
+        "responses": sorted((sample.group_id, sample.number) for sample in computed.draws[0].samples),
         "compared": {one.name: True for one in found},
         "differ": [f"{one.name}: {one.where}" for one in found if one.differs],
     }
@@ -133,7 +133,7 @@ def on_rank(runs_file, names):
                     (folder / f"{name}.printed").write_text(printed.getvalue())
                 continue
             others = {
-                "answers": lambda: list(map(samples_of_each_rank, (True, False))),
+                "responses": lambda: list(map(samples_of_each_rank, (True, False))),
                 "late": lambda: started_late(folder),
                 "refused": lambda: refused(folder),
                 "measured": measured,

@@ -52,7 +52,7 @@ def changed(before, after):
     return {name for name, x in before.items() if not torch.equal(x, after[name])}
 
 
-def assert_answers_are_kept_with_the_sound(out, prompts):
+def assert_responses_are_kept_with_the_sound(out, prompts):
     """In samples.jsonl, as wav files, and with a player on the page."""
     kept = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert len(kept) == prompts and all(record["question"] == "High?" for record in kept)
@@ -71,7 +71,7 @@ def test_recipes_learn_from_audios(files):
     assert found["heldout_loss_after"] < 0.3 * found["heldout_loss_before"]
     moved = {name for name in changed(files / "model", files / "sft" / "model") if name.startswith("audio_tower.")}
     assert {"audio_tower.conv1.weight", "audio_tower.proj.weight"} <= moved and len(moved) > 10
-    assert_answers_are_kept_with_the_sound(files / "sft", prompts=12)  # held-out rows, before and after
+    assert_responses_are_kept_with_the_sound(files / "sft", prompts=12)  # held-out rows, before and after
 
     more = ["--group_size", 4, "--steps", 2, "--lr", 1e-3, "--freeze_audio_tower"]
     run_here("grpo_vlm", "--model", files / "sft" / "model", "--out", files / "grpo", *given, *more)
@@ -81,7 +81,7 @@ def test_recipes_learn_from_audios(files):
     assert any(step["grad_norm"] > 0 for step in steps) and steps[0]["skipped_rows"] == 0
     moved = changed(files / "sft" / "model", files / "grpo" / "model")
     assert "model.embed_tokens.weight" in moved and not any(name.startswith("audio_tower.") for name in moved)
-    assert_answers_are_kept_with_the_sound(files / "grpo", prompts=16)  # and two prompts of each step
+    assert_responses_are_kept_with_the_sound(files / "grpo", prompts=16)  # and two prompts of each step
 
 
 def test_a_recipe_hears_the_sound_of_videos(files):

@@ -90,7 +90,9 @@ def test_groups_of_equal_rewards_are_dropped_and_others_drawn(warm_dir, tmp_path
 
 def test_a_run_with_nothing_left_to_learn_ends_well(warm_dir, tmp_path, capsys):
     run_here("dapo", "--model", warm_dir, "--out", tmp_path / "run", "--task", f"{__name__}:settled", *SMALL)
-    said = r"\nstep 0: no sampled group has different rewards, so the run ends here; (\d+) of \1 answers were scored\n"
+    said = (
+        r"\nstep 0: no sampled group has different rewards, so the run ends here; (\d+) of \1 responses were scored\n"
+    )
     assert re.search(said, capsys.readouterr().out)
     assert helpers.rows(tmp_path / "run") == [] and helpers.evaluation(tmp_path / "run")["accuracy_after"] == 1
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
@@ -103,11 +105,11 @@ def unscored():
 def test_a_run_without_any_verdict_says_so(warm_dir, tmp_path, capsys):
     arguments = ["--model", warm_dir, "--task", f"{__name__}:unscored", "--out", tmp_path / "run", *SMALL]
     run_here("dapo", *arguments, "--max_failed_rewards", 1)
-    assert re.search(r"the run ends here; 0 of [1-9]\d+ answers were scored\n", capsys.readouterr().out)
+    assert re.search(r"the run ends here; 0 of [1-9]\d+ responses were scored\n", capsys.readouterr().out)
 
 
-def test_long_answers_pay(warm_dir, tmp_path):
-    """Every answer of the warm model is a digit and an end: two tokens, or one without its end."""
+def test_long_responses_pay(warm_dir, tmp_path):
+    """Every response of the warm model is a digit and an end: two tokens, or one without its end."""
     arguments = ["--model", warm_dir, "--task", "helpers:few_digits", *SMALL, "--overlong_penalty_factor", 0.5]
     run_here("dapo", *arguments, "--out", tmp_path / "free")
     run_here("dapo", *arguments, "--out", tmp_path / "paid", "--overlong_buffer", 1)

@@ -62,7 +62,7 @@ def test_learns(whole):
     assert {"reward/mean", "entropy", "loss", "grad_norm", "tokens", "time/generate", "time/train"} <= rows[0].keys()
     assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step_24", "step_30"]
     assert (whole / "model" / "model.safetensors").exists()
-    assert len(helpers.answers_on_page(whole)) == 40
+    assert len(helpers.responses_on_page(whole)) == 40
 
 
 def test_learning_rate_0_does_not_learn(start, teacher, tmp_path):
@@ -117,8 +117,8 @@ def jsd_of_beta_03(student, teacher):
     return 0.3 * kl(teacher, mixture) + 0.7 * kl(student, mixture)
 
 
-def answer_logprobs(model, sample, temperature, suppressed):
-    """[n, V] float64 for the n tokens of an answer, by transformers' forward of this row alone."""
+def response_logprobs(model, sample, temperature, suppressed):
+    """[n, V] float64 for the n tokens of a response, by transformers' forward of this row alone."""
     ids = torch.tensor([sample.token_ids])
     kinds = (ids == model.config.image_token_id).int()
     logits = model(ids, mm_token_type_ids=kinds, **sample.vision, use_cache=False).logits[0, :-1].double()
@@ -142,7 +142,7 @@ def test_divergence_of_the_vocabulary_and_its_gradient(start, teacher, tmp_path,
     suppressed = suppressed_token_ids(models[0].config, load_processor(str(start)).tokenizer).tolist()
     found = []
     for sample in samples:
-        student, target = (answer_logprobs(model, sample, 0.8, suppressed) for model in models)
+        student, target = (response_logprobs(model, sample, 0.8, suppressed) for model in models)
         found.append(divergence(student, target.detach()))
     loss = torch.cat(found).mean()
     loss.backward()
@@ -196,7 +196,7 @@ def test_bad_input_is_one_clear_message(whole, start, text_dir, tmp_path):  # no
         "distill: temperature: expected 1 with --teacher_servers, .* got 0.5": [*NO_SERVER, "--temperature", 0.5],
         "distill: teacher: expected the directory or hub id .*, got 'tiny'": [*NO_SERVER, "--teacher", "tiny"],
         "distill: out .*holds a run already; continue it with --resume": ["--out", whole],
-        "distill-.*: step 0: no answer of this batch can be scored by the teacher": ["--max_prompt_tokens", 5],
+        "distill-.*: step 0: no response of this batch can be scored by the teacher": ["--max_prompt_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):
             run_here("distill", "--model", start, "--teacher", start, "--out", tmp_path / "run", *SMALL, *arguments)

@@ -57,7 +57,7 @@ def test_learns(whole):
     assert [row["step"] for row in rows] == list(range(24))
     assert rows[0]["preference/margin"] == pytest.approx(0, abs=1e-5) and rows[-1]["preference/margin"] > 1
     assert {"loss", "grad_norm", "lr", "tokens", "skipped_rows", "time/encode", "time/train"} <= rows[0].keys()
-    assert len(helpers.answers_on_page(whole)) == 40
+    assert len(helpers.responses_on_page(whole)) == 40
     assert load_processor(str(whole / "model")).image_processor.merge_size == 2
     assert load_model(str(whole / "model")).num_parameters() > 5e5
 
@@ -82,7 +82,7 @@ def golden():
 
 
 def inputs_of(golden, case):
-    """A batch with each pair's rows next to each other, where TRL has all chosen answers first; and its logprobs."""
+    """A batch with each pair's rows next to each other, where TRL has all chosen responses first; and its logprobs."""
     x = {key.rsplit("/", 1)[1]: value for key, value in golden.items() if key.startswith(f"{case}/in/")}
     logprobs = token_logprobs(x["logits"], x["tokens"]) if "logits" in x else x["logprobs"]
     order = torch.arange(len(logprobs)).view(2, -1).T.flatten()
@@ -125,7 +125,7 @@ def test_losses_equal_trls(golden, case, options):
 
 
 @pytest.mark.parametrize("name", sorted({*helpers.load("dpo").LOSSES} - {"discopop"}))  # not monotone around 0
-def test_every_loss_prefers_the_chosen_answer(name):
+def test_every_loss_prefers_the_chosen_response(name):
     recipe = helpers.load("dpo")
     logprobs = torch.full((4, 3), -1.0, requires_grad=True)
     batch = Batch(torch.zeros(4, 3, dtype=torch.long), torch.tensor([[False, True, True]]).expand(4, 3), [3] * 4)
@@ -136,8 +136,8 @@ def test_every_loss_prefers_the_chosen_answer(name):
     assert (gradient[1::2, 1:] > gradient[0::2, 1:]).all() and (gradient[:, 0] == 0).all()
 
 
-def test_the_reference_itself_prefers_no_answer():
-    """Held-out pairs before training are ties, not the rounding of sums over long answers."""
+def test_the_reference_itself_prefers_no_response():
+    """Held-out pairs before training are ties, not the rounding of sums over long responses."""
     recipe = helpers.load("dpo")
     logprobs = -torch.rand(8, 60, generator=torch.Generator().manual_seed(0))
     batch = Batch(torch.zeros(8, 60, dtype=torch.long), torch.ones(8, 60, dtype=torch.bool), [60] * 8)

@@ -34,12 +34,12 @@ def whole(start, tmp_path_factory):
     return out
 
 
-def answers(out):
-    return [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+def responses(out):
+    return [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
 
 
-def test_figures_are_those_of_the_answers(whole):
-    found, said = evaluation(whole)["tasks"]["helpers:few_digits"], answers(whole)
+def test_figures_are_those_of_the_responses(whole):
+    found, said = evaluation(whole)["tasks"]["helpers:few_digits"], responses(whole)
     expected = [row["answer"] for row in helpers.few_digits().heldout[:20]]
     assert [a["row"] for a in said] == list(range(20)) and found["rows"] == 20
     hits = [[text.strip() == right for text in a["samples"]] for a, right in zip(said, expected, strict=True)]
@@ -57,10 +57,10 @@ def test_figures_are_those_of_the_answers(whole):
     assert (whole / "report.html").read_text().count('"kind": "held-out"') == 20
 
 
-def test_greedy_answers_are_transformers_own(whole, start):
+def test_greedy_responses_are_transformers_own(whole, start):
     processor, model = load_processor(str(start)), AutoModelForImageTextToText.from_pretrained(start)
     prompt = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What digit is this?<|im_end|>\n"
-    for a, row in zip(answers(whole)[:5], helpers.few_digits().heldout, strict=False):
+    for a, row in zip(responses(whole)[:5], helpers.few_digits().heldout, strict=False):
         inputs = processor(text=[prompt + "<|im_start|>assistant\n"], images=row["images"], return_tensors="pt")
         out = model.generate(**inputs, do_sample=False, max_new_tokens=3)
         text = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -71,7 +71,7 @@ def test_stopped_and_resumed_it_gives_the_same(whole, start, tmp_path, monkeypat
     log = Run.log
 
     def stop(run, step, metrics, **options):
-        if step == 1:  # its answers are written, and it is not logged
+        if step == 1:  # its responses are written, and it is not logged
             raise KeyboardInterrupt
         log(run, step, metrics, **options)
 
@@ -79,12 +79,12 @@ def test_stopped_and_resumed_it_gives_the_same(whole, start, tmp_path, monkeypat
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Run, "log", stop)
         run_here("evaluate", *arguments)
-    assert len(answers(tmp_path / "run")) == 16 and len(numbers(tmp_path / "run")) == 1
+    assert len(responses(tmp_path / "run")) == 16 and len(numbers(tmp_path / "run")) == 1
     other_batches = ["--prompts_per_step", 4, "--allow_changes", "prompts_per_step"]
     with pytest.raises(SystemExit, match="allow_changes: expected no option that decides which rows are in a batch"):
         run_here("evaluate", *arguments, "--resume", *other_batches)
     run_here("evaluate", *arguments, "--resume")
-    assert numbers(tmp_path / "run") == numbers(whole) and answers(tmp_path / "run") == answers(whole)
+    assert numbers(tmp_path / "run") == numbers(whole) and responses(tmp_path / "run") == responses(whole)
     assert evaluation(tmp_path / "run") == evaluation(whole)
 
 
@@ -92,11 +92,11 @@ def test_text_greedy_alone(text_dir, tmp_path):  # noqa: F811
     arguments = ["--model", text_dir, "--task", "sorting", "--out", tmp_path / "run", *SMALL, "--group_size", 0]
     run_here("evaluate", *arguments)
     found = evaluation(tmp_path / "run")["tasks"]["sorting"]
-    assert found["rows"] == 20 and "mean" not in found and answers(tmp_path / "run")[0]["samples"] == []
+    assert found["rows"] == 20 and "mean" not in found and responses(tmp_path / "run")[0]["samples"] == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_rows_without_answers_are_counted(text_dir, tmp_path):  # noqa: F811
+def test_rows_without_responses_are_counted(text_dir, tmp_path):  # noqa: F811
     short, long = {"question": "1 + 1?", "answer": "2"}, {"question": "1 + 1? " * 99, "answer": "2"}
     for name, rows in {"one": [short, long, short, long], "two": [short, short, long]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -110,8 +110,8 @@ def test_rows_without_answers_are_counted(text_dir, tmp_path):  # noqa: F811
 
 def test_a_full_disk_is_one_sentence(start, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "answers.jsonl").symlink_to("/dev/full")
-    with pytest.raises(SystemExit, match="answers.jsonl: expected room for .* bytes, got: .*No space left"):
+    (tmp_path / "run" / "responses.jsonl").symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match="responses.jsonl: expected room for .* bytes, got: .*No space left"):
         run_here("evaluate", "--model", start, "--task", "helpers:few_digits", "--out", tmp_path / "run", *SMALL)
 
 
@@ -119,15 +119,15 @@ def test_help_names_every_option(capsys):
     helpers.assert_help_names_every_option("evaluate", capsys)
 
 
-def test_unscored_answers_are_shown_after_scored_ones(monkeypatch):
+def test_unscored_responses_are_shown_after_scored_ones(monkeypatch):
     recipe = helpers.load("evaluate")
     monkeypatch.setattr(
         recipe, "encode_prompt", lambda processor, row, group_id: prompt_sample([1], row=row, group_id=group_id)
     )
     task, cfg = helpers.few_digits(), recipe.Config(task=("few",))
     rewards = [1.0, None, -1.0, 0.0]
-    answers = [{"task": "few", "row": i, "text": str(i), "reward": reward} for i, reward in enumerate(rewards)]
-    shown = recipe.worst_answers(answers, [task], cfg, None)
+    responses = [{"task": "few", "row": i, "text": str(i), "reward": reward} for i, reward in enumerate(rewards)]
+    shown = recipe.worst_responses(responses, [task], cfg, None)
     assert [sample.text for sample in shown] == ["2", "3", "0", "1"]
     assert [sample.group_id for sample in shown] == [0, 1, 2, 3]  # a prompt of the page for each
 

@@ -24,11 +24,11 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 SHARED = {
     "everywhere": (runs.RunOptions, runs.ModelOptions, runs.EngineOptions),
     "training": (runs.TaskOptions, runs.OptimizerOptions, runs.AdapterOptions, runs.TrainingOptions),
-    "given answers": (runs.GivenAnswerOptions,),
+    "given responses": (runs.GivenResponseOptions,),
     "generating": (runs.GenerationOptions, runs.RewardOptions),
     "on policy": (runs.SamplingOptions, runs.PolicyOptions),
 }
-GIVEN_ANSWERS = ["dpo", "kto", "reward_model", "sft", "simpo"]
+GIVEN_RESPONSES = ["dpo", "kto", "reward_model", "sft", "simpo"]
 ON_POLICY = [
     "cispo", "dapo", "distill", "grpo_async", "grpo_tools", "grpo_vlm", "gspo", "pf_ppo", "ppo", "reinforce", "vapo",
 ]  # fmt: skip
@@ -149,7 +149,7 @@ def test_shared_options_are_all_there(name):
     wanted = {
         "everywhere": True,
         "training": name in TRAINING,
-        "given answers": name in GIVEN_ANSWERS,
+        "given responses": name in GIVEN_RESPONSES,
         "generating": name != "reward_model",  # it generates nothing
         "on policy": name in ON_POLICY,
     }

@@ -24,7 +24,7 @@ import helpers  # noqa: E402
 from free_ports import free_ports  # noqa: E402
 from helpers import assert_help_names_every_option, run, run_here, warm_dir  # noqa: E402, F401  (a fixture)
 
-# all answers of a step at once, and no adapters, whose layers are slower without one too
+# all responses of a step at once, and no adapters, whose layers are slower without one too
 OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512", "--max-num-seqs", "256"]
 SMALL = ["--prompts_per_step", "8", "--group_size", "4", "--max_new_tokens", "3"]
 LEARNING = [
@@ -87,8 +87,8 @@ def test_videos_are_sampled_by_a_server_also_after_a_resume(warm_dir, server, tm
     assert all(row["mismatch/abs_dlogp"] < 1e-5 and row["grad_norm"] > 0 and not row["skipped_rows"] for row in rows)
     for row, other in zip(rows, helpers.numbers(tmp_path / "whole"), strict=True):
         helpers.assert_same_step(row, other)
-    answer = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
-    assert len(answer["images"]) == 1  # the frames of its video, in a row
+    response = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert len(response["images"]) == 1  # the frames of its video, in a row
 
 
 def look_twice(sample):
@@ -126,10 +126,10 @@ def test_evaluate_with_a_server_by_one_word(warm_dir, server, tmp_path):  # noqa
     run_here("evaluate", *options, tmp_path / "server", "--rollout", "vllm_server", "--servers", server)
     run_here("evaluate", *options, tmp_path / "alone")
     theirs, ours = (
-        [json.loads(line) for line in (tmp_path / name / "answers.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (tmp_path / name / "responses.jsonl").read_text().splitlines()]
         for name in ("server", "alone")
     )
-    assert [answer["text"] for answer in theirs] == [answer["text"] for answer in ours] and len(ours) == 20
+    assert [response["text"] for response in theirs] == [response["text"] for response in ours] and len(ours) == 20
 
 
 def test_weights_that_do_not_arrive_stop_the_run(warm_dir, server, tmp_path, monkeypatch):  # noqa: F811

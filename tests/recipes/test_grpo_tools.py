@@ -23,7 +23,7 @@ from rlkit.replay.__main__ import main as replay  # noqa: E402
 from rlkit.rollout import Observation, Sampling, run_episodes  # noqa: E402
 from rlkit.rollout.agent import ScriptedRollout  # noqa: E402
 from rlkit.rollout.image_tools import zoom, zoomed_digits  # noqa: E402
-from rlkit.runs import Answers, start  # noqa: E402
+from rlkit.runs import Responses, start  # noqa: E402
 from rlkit.runs.tiny_tool_user import build_tiny_tool_user  # noqa: E402
 from rlkit.vlm import encode_prompt, load_processor  # noqa: E402
 
@@ -155,10 +155,10 @@ def test_turns_of_the_prompt_are_not_those_of_the_episode(text_dir):  # noqa: F8
         lambda sample: Observation("no") if sample.text == "higher" else None,
         processor=processor,
     )
-    answers = Answers([replace(sample, reward=1.0) for sample in samples], torch.ones(1))
+    responses = Responses([replace(sample, reward=1.0) for sample in samples], torch.ones(1))
     engine = SimpleNamespace(global_sum=lambda x: x)
     assert recipe.transcript(samples[0]) == "higher | no | five"
-    assert recipe.turns_and_aborted(answers, engine) == {"turns": 2, "aborted": 0}
+    assert recipe.turns_and_aborted(responses, engine) == {"turns": 2, "aborted": 0}
 
 
 def test_episodes_are_as_long_as_the_samplers_context():
@@ -173,7 +173,7 @@ def test_bad_input_is_one_clear_message(warm_dir, tmp_path):
         ("--tool", "test_grpo_tools:crop"): "grpo_tools: tool '.*:crop': expected a function of test_grpo_tools",
         ("--model", "tiny"): 'grpo_tools: model: expected a model that can use this task and tool, got "tiny"',
         ("--max_new_tokens", 12, "--max_response_tokens", 8): "max_response_tokens: expected at least 12, got 8",
-        ("--tool", "test_grpo_tools:shaky", "--max_failed_rewards", 0.1): "held-out answers: expected at least 90%",
+        ("--tool", "test_grpo_tools:shaky", "--max_failed_rewards", 0.1): "held-out responses: expected at least 90%",
     }
     for i, (arguments, text) in enumerate(cases.items()):
         with pytest.raises(SystemExit, match=text):

@@ -78,7 +78,7 @@ def test_leaves_what_it_promises(short_run):
     config = json.loads((out / "config.json").read_text())
     assert config["steps"] == 6 and config["versions"]["torch"]
     assert (out / "learning_curve.png").read_bytes()[:4] == b"\x89PNG"
-    heldout = helpers.answers_on_page(out)
+    heldout = helpers.responses_on_page(out)
     assert len(heldout) == 40 and all(one["images"] for one in heldout)
     assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step_4", "step_6"]
     assert AutoModelForImageTextToText.from_pretrained(out / "model").num_parameters() > 5e5
@@ -185,7 +185,7 @@ def none_scored():
     return replace(task, heldout=heldout, reward=lambda text, row: 1.0 if "known" in row else None)
 
 
-def test_unscored_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, caplog):
+def test_unscored_responses_stop_the_run_past_their_limit(warm_dir, tmp_path, caplog):
     options = ["--model", warm_dir, *SMALL, "--steps", 2, "--prompts_per_step", 32, "--max_failed_rewards", 0.5]
     run_here("grpo_vlm", *options, "--out", tmp_path / "some", "--task", "test_grpo_vlm:some_unscored")
     assert "RuntimeError: judge is down" in caplog.text
@@ -196,13 +196,13 @@ def test_unscored_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, capl
     scored = found["accuracy_after"] * (60 - not_scored)  # accuracy is over the others alone
     assert scored == pytest.approx(round(scored)) and round(scored) > 0
     with pytest.raises(
-        SystemExit, match="grpo_vlm-digits-seed0: step 0: answers: expected at least 50% of 128 scored, got 0"
+        SystemExit, match="grpo_vlm-digits-seed0: step 0: responses: expected at least 50% of 128 scored, got 0"
     ):
         run_here("grpo_vlm", *options, "--out", tmp_path / "none", "--task", "test_grpo_vlm:none_scored")
 
 
 def test_vllm_and_megatron_by_a_word_each(short_run, forked_runs):
-    """The same prompts and the same greedy answers; the trainer finds the sampler's logprobs right at every step."""
+    """The same prompts and the same greedy responses; the trainer finds the sampler's logprobs right at every step."""
     out, done = forked_runs[0] / "vllm", forked_runs[2]["vllm"]
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-6000:]
     assert len(rows(out)) == 2 and all(row["mismatch/abs_dlogp"] < 1e-5 for row in rows(out))

@@ -49,7 +49,7 @@ def by_hand(name, logprobs, old, advantages, mask, cap_weights, total):
         for t in tokens:
             if name == "cispo":  # sg(min(r, 5)) A log p, over the tokens of the batch
                 grad[i, t] = -min(ratios[t], 5.0) * advantage * cap_weights[i, t] / total
-            else:  # s A where s is not clipped, with s the geometric mean; over the answers of the batch
+            else:  # s A where s is not clipped, with s the geometric mean; over the responses of the batch
                 s = math.prod(ratios.values()) ** (1 / len(tokens))
                 clipped = s > 1 + 4e-4 if advantage > 0 else s < 1 - 3e-4
                 mean_weight = sum(cap_weights[i, u].item() for u in tokens) / len(tokens)
@@ -59,7 +59,7 @@ def by_hand(name, logprobs, old, advantages, mask, cap_weights, total):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_is_that_of_the_paper(name):
-    """Three answers: one has moved beyond the bounds, one against its advantage, and one within the bounds."""
+    """Three responses: one has moved beyond the bounds, one against its advantage, and one within the bounds."""
     mask = torch.tensor([[False, True, True, True], [True, True, False, False], [False, False, True, False]])
     old = torch.tensor([[-1.0, -2.0, -2.5, -1.5], [-1.1, -3.0, -1.0, -1.0], [-2.0, -2.0, -0.7, -2.0]])
     moved = torch.tensor([[0.0, 0.5, 1.9, -0.1], [0.2, 0.1, 0.0, 0.0], [0.0, 0.0, 1e-4, 0.0]])

@@ -17,7 +17,7 @@ from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
 from rlkit.data import Batch  # noqa: E402
 from rlkit.losses import kto_kl_estimate, sequence_logprobs  # noqa: E402
-from rlkit.runs import answer_encoder  # noqa: E402
+from rlkit.runs import response_encoder  # noqa: E402
 from rlkit.vlm import load_processor  # noqa: E402
 
 LEARNING = [
@@ -39,25 +39,25 @@ def whole(start, tmp_path_factory):
     return out
 
 
-def test_the_other_answer_is_the_next_that_can_be_read_and_never_the_own():
-    with_other_answers = helpers.load("kto").with_other_answers
-    rows = [{"completion": answer} for answer in ("a", None, "b", "c", None)]
-    assert [row["other_answer"] for _, row in with_other_answers(enumerate(rows))] == ["b", "b", "c", "a", "a"]
+def test_the_other_response_is_the_next_that_can_be_read_and_never_the_own():
+    with_other_responses = helpers.load("kto").with_other_responses
+    rows = [{"completion": response} for response in ("a", None, "b", "c", None)]
+    assert [row["other_response"] for _, row in with_other_responses(enumerate(rows))] == ["b", "b", "c", "a", "a"]
     for alone in ("a", None):
-        found = with_other_answers([(0, {"completion": alone}), (1, {"completion": None})])
-        assert [row["other_answer"] for _, row in found] == [None, alone]
+        found = with_other_responses([(0, {"completion": alone}), (1, {"completion": None})])
+        assert [row["other_response"] for _, row in found] == [None, alone]
 
 
-def test_a_row_is_kept_whatever_the_length_of_the_other_answer(text_dir):  # noqa: F811
-    """The last answer is too long, alone and for the row before it, which is left out of z_0."""
+def test_a_row_is_kept_whatever_the_length_of_the_other_response(text_dir):  # noqa: F811
+    """The last response is too long, alone and for the row before it, which is left out of z_0."""
     recipe, said = helpers.load("kto"), []
     cfg = recipe.Config(max_tokens=60)
     run, processor = SimpleNamespace(print=said.append), load_processor(text_dir)
     engine = SimpleNamespace(data_parallel_rank=0, data_parallel_size=1)
     rows = [{"question": f"Name {i}.", "images": [], "completion": c, "label": True, "where": f"row {i}"}
             for i, c in enumerate(("yes", "no", "no " * 60))]  # fmt: skip
-    encode = answer_encoder(cfg, run, text_dir, processor, engine, recipe.own_answer, recipe.other_answer)
-    found = encode(recipe.with_other_answers(enumerate(rows)))
+    encode = response_encoder(cfg, run, text_dir, processor, engine, recipe.own_response, recipe.other_response)
+    found = encode(recipe.with_other_responses(enumerate(rows)))
     assert [sequence.row["where"] for sequence in found.sequences] == ["row 0", "row 1"]
     assert [(sequence.row["where"], sequence.text) for sequence in found.others] == [("row 0", "no")]
     assert len(found.skipped) == len(said) == 1 and "row 2" in said[0]
@@ -130,7 +130,7 @@ def test_loss_equals_trls(case, options):
     others = (sequence_logprobs(x[name], x["mask"]) for name in ("other_logprobs", "other_ref_logprobs"))
     z0 = kto_kl_estimate(*others) if options.get("baseline", True) else torch.tensor(0.0)
     recipe = helpers.load("kto")
-    loss, stats = recipe.answer_loss(
+    loss, stats = recipe.response_loss(
         SimpleNamespace(logprobs=logprobs),
         batch,
         z0=z0,
@@ -145,7 +145,7 @@ def test_loss_equals_trls(case, options):
     assert stats["unpaired/undesirable"].item() == pytest.approx(gains[~x["desirable"]].mean().item(), rel=1e-3)
 
 
-def test_marked_answers_of_a_text_file_with_lora(text_dir, tmp_path):  # noqa: F811
+def test_marked_responses_of_a_text_file_with_lora(text_dir, tmp_path):  # noqa: F811
     lines = [{"prompt": f"Name {i}.", "completion": "yes" if i % 3 else "no", "label": i % 3 > 0} for i in range(24)]
     lines[4]["label"] = "maybe"
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -156,10 +156,10 @@ def test_marked_answers_of_a_text_file_with_lora(text_dir, tmp_path):  # noqa: F
     rows, found = numbers(tmp_path / "run"), evaluation(tmp_path / "run")
     assert sum(row["skipped_rows"] for row in rows) == 2 or found["heldout_skipped"] == 1
     assert "accuracy_after" not in found and rows[0]["grad_norm"] > 0  # nothing says what would be right
-    assert rows[0]["loss"] == pytest.approx(0.5 + 0.25 * 2 / 3, abs=0.05)  # two thirds of the answers are good
+    assert rows[0]["loss"] == pytest.approx(0.5 + 0.25 * 2 / 3, abs=0.05)  # two thirds of the responses are good
 
 
-def test_the_baseline_is_how_far_answers_to_other_prompts_have_moved(tiny_dir, tmp_path):
+def test_the_baseline_is_how_far_responses_to_other_prompts_have_moved(tiny_dir, tmp_path):
     """A random model that imitates zeros and ones finds both likelier, whatever the image shows."""
     arguments = ["--model", tiny_dir, *SMALL, "--prompts_per_step", 16, "--steps", 4, "--sft_coef", 1, "--lr", 2e-3]
     arguments += ["--undesirable_weight", 0, "--warmup_steps", 1, "--max_new_tokens", 0, "--out"]

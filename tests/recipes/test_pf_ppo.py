@@ -35,8 +35,8 @@ def test_resume_is_exact(warm_dir, tmp_path):
     helpers.assert_resume_is_exact(tmp_path, "pf_ppo", "--model", warm_dir, *SMALL, "--mini_batches", 2)
 
 
-def test_it_trains_on_the_answers_that_it_draws(warm_dir, tmp_path):
-    """The critic's first values are 0, so that its squared error is the mean reward of the answers trained on."""
+def test_it_trains_on_the_responses_that_it_draws(warm_dir, tmp_path):
+    """The critic's first values are 0, so that its squared error is the mean reward of the responses trained on."""
 
     def first(name, recipe, *arguments):
         run_here(recipe, "--out", tmp_path / name, "--model", warm_dir, "--steps", 1, *SMALL, *arguments)
@@ -50,7 +50,7 @@ def test_it_trains_on_the_answers_that_it_draws(warm_dir, tmp_path):
 
 
 def six_samples():
-    """Of the answers 0 to 3 the last is the best of its prompt; 4 and 5 tie."""
+    """Of the responses 0 to 3 the last is the best of its prompt; 4 and 5 tie."""
     rewards, prompts = [0.0, 0.1, 0.2, 1.0, 1.0, 1.0], [7, 7, 7, 7, 8, 8]
     rows = zip(range(6), rewards, prompts, strict=True)
     return [SimpleNamespace(i=i, reward=reward, group_id=prompt) for i, reward, prompt in rows]
@@ -72,7 +72,7 @@ def test_draws_are_by_reward():
 
 def test_runs_steps_and_ranks_draw_differently():
     draws = [drawn(seed, step, rank) for seed in (0, 1, 2**64) for step in range(3) for rank in range(3)]
-    assert len({*map(tuple, draws)}) > 20 and draws[-1] == drawn(2**64, 2, 2)  # of 27, each one of 6 answers
+    assert len({*map(tuple, draws)}) > 20 and draws[-1] == drawn(2**64, 2, 2)  # of 27, each one of 6 responses
     of_ranks = [{tuple(drawn(0, step, rank)) for rank in range(4)} for step in range(4)]
     assert min(map(len, of_ranks)) > 1
 

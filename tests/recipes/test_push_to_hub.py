@@ -72,7 +72,7 @@ def test_an_upload_that_fails_at_the_end_loses_nothing(hub, text_dir, tmp_path):
     expected = (
         f"^sft-sorting-seed0: push_to_hub: .*403.*; the model is complete in {out}/best: upload it with `hf upload "
     )
-    with pytest.raises(SystemExit, match=expected):  # without answers, the best model is that of the lowest loss
+    with pytest.raises(SystemExit, match=expected):  # without responses, the best model is that of the lowest loss
         run_here("sft", "--model", text_dir, "--out", out, "--push_to_hub", "someone/sorter", "--keep_best",
                  "--evaluate_every", 1, *SMALL[:-1], 0)  # fmt: skip
     assert (out / "best" / "model.safetensors").exists() and (out / "report.html").exists()

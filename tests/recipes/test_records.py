@@ -23,8 +23,8 @@ SMALL = ["--prompts_per_step", 4, "--group_size", 4, "--steps", 2, "--max_new_to
 
 
 class Observed:
-    """When halves of a batch were written, and when answers were scored; no second half ends before a judgement begins,
-    unless that does not begin for a minute."""
+    """When halves of a batch were written, and when responses were scored; no second half ends before a judgement
+    begins, unless that does not begin for a minute."""
 
     def __init__(self, monkeypatch):
         self.halves, self.scored, self.began = [], [], Event()
@@ -81,7 +81,7 @@ def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe,
         assert row["time/train_flops_per_second"] == pytest.approx(row["flops"] / row["time/train"])
         assert row["time/tokens_per_second"] > 0 and "time/mfu" not in row  # there is no peak to compare a CPU with
         assert {"time/weight_sync", "time/generate", "time/reward", "time/train"} <= row.keys()
-        assert row["time/scoring"] > 4 * 0.002  # 4 answers one after the other, for each of 4 prompts
+        assert row["time/scoring"] > 4 * 0.002  # 4 responses one after the other, for each of 4 prompts
     assert "time/evaluate" in rows(tmp_path)[0]
     for first, second in zip(observed.halves[::2], observed.halves[1::2], strict=True):
         assert any(first[0] < start < second[1] for start, _ in observed.scored)  # while others were written
@@ -96,7 +96,7 @@ def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe,
 )  # fmt: skip
 def test_flops_are_those_of_every_pass_in_training(text_dir, tmp_path, options, passes):  # noqa: F811
     """Three forwards' worth for each update (two with adapters), one for the reference, and one for the old
-    log-probabilities of several updates. The answers of the first step are the same."""
+    log-probabilities of several updates. The responses of the first step are the same."""
     common = ["--model", text_dir, "--task", "sorting", "--heldout_rows", 4, *SMALL, "--steps", 1]
     run_here("grpo_vlm", *common, "--kl_coef", 0, "--out", tmp_path / "three")
     run_here("grpo_vlm", *common, *options, "--out", tmp_path / "more")
@@ -126,7 +126,7 @@ def test_what_cannot_be_scored_is_left_out_until_it_is_too_much(text_dir, tmp_pa
     assert row["unscored"] == 2 * row.get("groups/sampled", 4) and 8 < row["reward/mean"] < 9
     found = evaluation(tmp_path / "half")
     assert found["accuracy_before"] in (8, 9) and found["unscored_before"] == found["unscored_after"] == 1
-    refused = "answers: expected at least 80% of .* scored, got 0: .* x a reward of None"
+    refused = "responses: expected at least 80% of .* scored, got 0: .* x a reward of None"
     with pytest.raises(SystemExit, match=f"{recipe}-sorting-seed0: step 0: {refused}"):
         run_here(recipe, *options, "seen", "--out", tmp_path / "seen")
     with pytest.raises(SystemExit, match=f"{recipe}-sorting-seed0: held-out {refused}"):

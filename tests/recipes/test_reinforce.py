@@ -56,7 +56,7 @@ def test_leaves_what_it_promises(whole):
 
 
 def test_each_name_is_its_formula():
-    """Three answers to a first prompt, of 1, 3 and 1 tokens, and two to a second, of 2."""
+    """Three responses to a first prompt, of 1, 3 and 1 tokens, and two to a second, of 2."""
     mask = torch.arange(3) < torch.tensor([[1], [3], [1], [2], [2]])
     mask = torch.cat([torch.zeros(5, 1, dtype=torch.bool), mask], 1)
     batch = Batch(
@@ -67,7 +67,7 @@ def test_each_name_is_its_formula():
     last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
     rewards = torch.where(last, outcome[:, None], 0.0)
     centred = torch.tensor([1 / 3, -2 / 3, 1 / 3, 0, 0])
-    by_token = (outcome - 6 / 9)[:, None] * mask  # 6 of the 9 tokens stand in answers of reward 1
+    by_token = (outcome - 6 / 9)[:, None] * mask  # 6 of the 9 tokens stand in responses of reward 1
     expected = {
         "rloo": torch.tensor([0.5, -1, 0.5, 0, 0]),
         "remax": torch.tensor([0.0, -1, 0, 1, 1]),
@@ -89,7 +89,7 @@ def test_each_takes_a_step(name, warm_dir, tmp_path):
     assert numbers(tmp_path / "run")[0]["grad_norm"] > 0
 
 
-def test_the_greedy_answers_of_remax_are_part_of_a_step(warm_dir, tmp_path):
+def test_the_greedy_responses_of_remax_are_part_of_a_step(warm_dir, tmp_path):
     """Phase "evaluate" is left out of tokens per second."""
     options = [*SMALL, "--advantage", "remax", "--group_size", 1]
     run_here("reinforce", "--model", warm_dir, "--out", tmp_path / "run", "--steps", 2, *options)

@@ -63,7 +63,7 @@ def test_a_step_is_computed_again_from_its_checkpoint(saved, capsys):
 
 
 def test_the_kl_in_the_reward_is_that_of_this_runs_policy(saved, warm_dir, tmp_path):  # noqa: F811
-    """It is 0 before the first update, whatever the policy was whose answers are read."""
+    """It is 0 before the first update, whatever the policy was whose responses are read."""
     start, losses = tmp_path / "start", []
     shutil.copytree(warm_dir, start)
     weights = load_file(start / "model.safetensors")
@@ -128,7 +128,7 @@ def test_rewards_are_scored_again(saved, capsys):
     assert last.startswith("first difference: rewards: prompt ") and last.endswith("recorded 1, computed 0")
 
 
-def test_answers_without_logprobs_and_their_saved_rewards(saved, warm_dir, tmp_path):  # noqa: F811
+def test_responses_without_logprobs_and_their_saved_rewards(saved, warm_dir, tmp_path):  # noqa: F811
     """As of another trainer's dump: the log-probabilities are the trainer's own, so nothing is corrected."""
     bundle = read_bundle(saved / "rollouts" / "step_0", updates=False)
     bundle.draws[0].samples = [replace(s, logprobs=[math.nan] * len(s.logprobs)) for s in bundle.draws[0].samples]

@@ -19,7 +19,7 @@ from rlkit.data import Batch, collate, load_pairs  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.value_head import load_value_model, scoring_batch  # noqa: E402
 from rlkit.rewards import model_scores  # noqa: E402
-from rlkit.vlm import encode_answers, encode_prompt, load_processor  # noqa: E402
+from rlkit.vlm import encode_prompt, encode_responses, load_processor  # noqa: E402
 
 LEARNING = [
     "--task", "helpers:few_digits", "--steps", 20, "--prompts_per_step", 16, "--warmup_steps", 5, "--save_every", 8,
@@ -48,7 +48,7 @@ def test_learns(whole):
     assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-4) and rows[-1]["preference/margin"] > 1
     assert {"grad_norm", "lr", "tokens", "skipped_rows", "time/encode", "time/train"} <= rows[0].keys()
     assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step_16", "step_20"]
-    assert len(helpers.answers_on_page(whole)) == 40
+    assert len(helpers.responses_on_page(whole)) == 40
 
 
 def test_learning_rate_0_does_not_learn(tiny_dir, tmp_path):
@@ -62,14 +62,14 @@ def test_resume_is_exact(tiny_dir, tmp_path):
 
 
 def test_the_export_is_the_model_that_was_measured(whole):
-    """Scores of held-out answers by the model that another program would load, each alone, and all at once."""
+    """Scores of held-out responses by the model that another program would load, each alone, and all at once."""
     processor = load_processor(str(whole / "model"))
     engine = make_engine("fsdp2", "value_model", model=load_value_model(str(whole / "model")))
     task, samples = load_pairs("helpers:few_digits"), []
     for i in range(12):
         prompt = encode_prompt(processor, task.heldout[i])
-        answers = [prompt.row["chosen"], prompt.row["rejected"]]
-        samples += encode_answers(prompt, processor, answers, [processor.tokenizer.eos_token_id], 100)
+        responses = [prompt.row["chosen"], prompt.row["rejected"]]
+        samples += encode_responses(prompt, processor, responses, [processor.tokenizer.eos_token_id], 100)
     scores = torch.stack([engine.infer_batch(scoring_batch(collate([s])))["values"].sum() for s in samples])
     assert (scores[0::2] > scores[1::2]).float().mean() >= 0.8
     rewards = model_scores(lambda batch: engine.infer_batch(scoring_batch(batch))["values"].sum(1), samples)
@@ -78,7 +78,7 @@ def test_the_export_is_the_model_that_was_measured(whole):
 
 @pytest.mark.parametrize(("case", "centre_coef"), [("reward", 0.0), ("reward_margin", 0.0), ("reward_centred", 0.01)])
 def test_loss_equals_trls(case, centre_coef):
-    """TRL has all chosen answers first, here each pair's rows are next to each other."""
+    """TRL has all chosen responses first, here each pair's rows are next to each other."""
     golden = load_file(HERE.parent / "peers" / "golden_trl.safetensors")
     x = {key.rsplit("/", 1)[1]: value for key, value in golden.items() if key.startswith(f"{case}/in/")}
     n = len(x["rewards"])
@@ -117,7 +117,7 @@ def test_margins_and_lora_on_a_text_file(text_dir, tmp_path):  # noqa: F811
     )  # fmt: skip
     rows, found = numbers(tmp_path / "run"), evaluation(tmp_path / "run")
     assert rows[0]["loss"] == pytest.approx(torch.nn.functional.softplus(torch.tensor(2.0)).item(), rel=1e-5)
-    assert rows[0]["tokens"] > 10 * 40  # of whole answers with their prompts
+    assert rows[0]["tokens"] > 10 * 40  # of whole responses with their prompts
     assert sum(row["skipped_rows"] for row in rows) == 2 or found["heldout_skipped"] == 1
     head = load_value_model(str(tmp_path / "run" / "model")).get_output_embeddings().weight
     assert head.abs().max() > 0

@@ -80,8 +80,8 @@ def test_a_sampler_that_records_nothing_ends_the_run():
     sampler = SimpleNamespace(
         cfg=SimpleNamespace(router_replay=True, rollout="vllm_server"), run=SimpleNamespace(stop=stop)
     )
-    answers = [append_response(prompt_sample([3, 4]), [5], [-0.1])]
-    with pytest.raises(SystemExit, match="router_replay: expected answers with the experts that vllm_server chose"):
-        PolicySampler.check_routing(sampler, answers)
+    responses = [append_response(prompt_sample([3, 4]), [5], [-0.1])]
+    with pytest.raises(SystemExit, match="router_replay: expected responses with the experts that vllm_server chose"):
+        PolicySampler.check_routing(sampler, responses)
     sampler.cfg.router_replay = False
-    PolicySampler.check_routing(sampler, answers)
+    PolicySampler.check_routing(sampler, responses)

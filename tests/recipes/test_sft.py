@@ -58,9 +58,9 @@ def test_leaves_what_it_promises(whole):
     rows = helpers.rows(whole)
     assert [row["step"] for row in rows] == list(range(25))
     assert {"loss", "grad_norm", "lr", "tokens", "skipped_rows", "time/encode", "time/train"} <= rows[0].keys()
-    assert all(row["tokens"] == 32 for row in rows)  # a digit and the token that ends the answer, 16 times
+    assert all(row["tokens"] == 32 for row in rows)  # a digit and the token that ends the response, 16 times
     assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step_20", "step_25"]
-    heldout = helpers.answers_on_page(whole)
+    heldout = helpers.responses_on_page(whole)
     assert len(heldout) == 40 and all(one["images"] for one in heldout)
     assert json.loads((whole / "config.json").read_text())["lr"] == 2e-3
     assert AutoModelForImageTextToText.from_pretrained(whole / "model").num_parameters() > 5e5
@@ -68,7 +68,7 @@ def test_leaves_what_it_promises(whole):
 
 
 def test_loss_equals_transformers(whole, tiny_dir):
-    """The first step's loss is what the model itself says, given `labels` and -100 for all that is no answer."""
+    """The first step's loss is what the model itself says, given `labels` and -100 for all that is no response."""
     processor, model = load_processor(tiny_dir), AutoModelForImageTextToText.from_pretrained(tiny_dir)
     rows = [row for _, row in step_rows(helpers.few_digits().train, 0, 16, 0)]
     prompt = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What digit is this?<|im_end|>\n"
@@ -76,7 +76,7 @@ def test_loss_equals_transformers(whole, tiny_dir):
     texts = [prompt + row["answer"] + "<|im_end|>" for row in rows]
     inputs = processor(text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt")
     labels = inputs["input_ids"].clone()
-    labels[:, :-2] = -100  # padded on the left, and an answer is one token and its end
+    labels[:, :-2] = -100  # padded on the left, and a response is one token and its end
     with torch.no_grad():
         assert model(**inputs, labels=labels).loss.item() == pytest.approx(numbers(whole)[0]["loss"], rel=1e-5)
 
@@ -92,7 +92,7 @@ def test_loss_equals_trls():
 
 
 def test_chats_with_the_options_of_the_real_thing(tiny_dir, tmp_path):
-    """Several turns, an image column, a bad row, LoRA, fused logprobs, checkpointing, no answers asked for."""
+    """Several turns, an image column, a bad row, LoRA, fused logprobs, checkpointing, no responses asked for."""
     lines = []
     for i, row in enumerate(load_task("digits").train[:24]):
         row["images"][0].save(tmp_path / f"{i}.png")
@@ -109,8 +109,8 @@ def test_chats_with_the_options_of_the_real_thing(tiny_dir, tmp_path):
     skipped = [row["skipped_rows"] for row in rows]
     assert skipped == [1, 1] or (skipped == [0, 0] and found["heldout_skipped"] == 1)
     processor = load_processor(tiny_dir)
-    answer = len(processor.tokenizer("Yes.")["input_ids"]) + 1
-    assert rows[0]["tokens"] == (22 - skipped[0]) * (answer + 2)
+    response = len(processor.tokenizer("Yes.")["input_ids"]) + 1
+    assert rows[0]["tokens"] == (22 - skipped[0]) * (response + 2)
     assert "accuracy_after" not in found and found["heldout_loss_after"] < found["heldout_loss_before"]
     before, after = (load_file(Path(path) / "model.safetensors") for path in (tiny_dir, tmp_path / "run" / "model"))
     changed = [name for name in before if not torch.equal(before[name], after[name])]
@@ -122,7 +122,7 @@ def test_text(text_dir, tmp_path):  # noqa: F811
     assert numbers(tmp_path / "run")[1]["loss"] > 0
 
 
-def test_the_last_answer_alone_with_a_template_of_a_file(text_dir, tmp_path):  # noqa: F811
+def test_the_last_response_alone_with_a_template_of_a_file(text_dir, tmp_path):  # noqa: F811
     """The exported model has the template."""
     turns = [("user", "Sort the digits 21."), ("assistant", "12"), ("user", "And 31?"), ("assistant", "1 3")]
     line = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})

@@ -59,11 +59,12 @@ def loss_of(logprobs, mask, **options):
 
 
 def test_simpo_equals_trls():
-    """TRL adds 0.3 times the mean over the chosen tokens of the batch, where ours is the mean of each answer's mean."""
+    """TRL adds 0.3 times the mean over the chosen tokens of the batch, where ours is the mean of each response's
+    mean."""
     golden = load_file(HERE.parent / "peers" / "golden_trl.safetensors")
     x = {key.rsplit("/", 1)[1]: value for key, value in golden.items() if key.startswith("cpo_simpo/in/")}
     logprobs = token_logprobs(x["logits"], x["tokens"]) if "logits" in x else x["logprobs"]
-    order = torch.arange(len(logprobs)).view(2, -1).T.flatten()  # TRL has all chosen answers first
+    order = torch.arange(len(logprobs)).view(2, -1).T.flatten()  # TRL has all chosen responses first
     logprobs, mask = logprobs[order].detach(), x["mask"][order]
     simpo = {"loss": "simpo", "beta": 0.5, "loss_options": {"gamma": 0.7}}
     loss, _ = loss_of(logprobs, mask, **simpo, sft_coef=0.0)
@@ -86,7 +87,7 @@ def test_orpo_is_weighted_as_in_its_paper():
 
 
 @pytest.mark.parametrize("name", sorted(helpers.load("simpo").LOSSES))
-def test_every_loss_prefers_the_chosen_answer(name):
+def test_every_loss_prefers_the_chosen_response(name):
     logprobs = torch.full((4, 3), -1.0, requires_grad=True)
     loss, _ = loss_of(logprobs, torch.tensor([[False, True, True]]).expand(4, 3), loss=name, sft_coef=0.0)
     (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -95,7 +96,7 @@ def test_every_loss_prefers_the_chosen_answer(name):
 
 @pytest.mark.parametrize(("name", "is_preferred"), [("simpo", 1), ("alphapo", 1), ("orpo", 1), ("slic", 0)])
 def test_pairs_are_ranked_as_the_loss_ranks_them(name, is_preferred):
-    """The chosen answer is likelier per token, and less likely as a whole, because it is longer."""
+    """The chosen response is likelier per token, and less likely as a whole, because it is longer."""
     logprobs = torch.tensor([[0.0, -1.0, -1.0, -1.0], [0.0, -2.0, 0.0, 0.0]])
     mask = torch.tensor([[False, True, True, True], [False, True, False, False]])
     _, stats = loss_of(logprobs, mask, loss=name)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from isolated_cases import require, run_cases
-from runs.some_answers import expected
+from runs.some_responses import expected
 
 sys.path.insert(0, str(Path(__file__).parent))
 import helpers
 import media_rows
 from helpers import evaluation, numbers, run_here
-from test_evaluate import SMALL, answers
+from test_evaluate import SMALL, responses
 
 DIGITS = ["--task", "helpers:seen_shortly"]
 PROMPTS = [*DIGITS, "--prompts_per_step", 8, "--group_size", 4, "--max_new_tokens", 3, "--lr", 1e-3]
@@ -93,7 +93,7 @@ def two_ranks(start, tmp_path_factory):
     runs["evaluate_ulysses"] = [0, "evaluate", *options, "--ulysses_sequence_parallel_size", 2]
     (out / "runs.json").write_text(json.dumps(runs, default=str))
     command = helpers.command(Path(__file__).with_name("on_two_ranks.py"), out / "runs.json")
-    names = ["answers", "late", "refused", "measured", *runs, *(f"replayed/{name}" for name in SAVED)]
+    names = ["responses", "late", "refused", "measured", *runs, *(f"replayed/{name}" for name in SAVED)]
     run_cases(command, out, names, timeout=1800, env=helpers.environment())
     return out, shared
 
@@ -133,12 +133,12 @@ def test_two_ranks_evaluate_several_tasks(two_ranks, on_one_rank, start):
     parts, printed = f"{out}/parts.py:task", (out / "evaluate.printed").read_text()
     assert "helpers:few_digits: accuracy" in printed and f"{parts}: accuracy" in printed
     alone = on_one_rank("evaluate", "--model", start, "--task", "helpers:few_digits", *SMALL)
-    assert answers(out / "evaluate")[:20] == answers(alone)
+    assert responses(out / "evaluate")[:20] == responses(alone)
     found = evaluation(out / "evaluate")["tasks"]
     assert found["helpers:few_digits"] == evaluation(alone)["tasks"]["helpers:few_digits"]
     zeros = sum(row["answer"] == "0" for row in helpers.few_digits().heldout[:20])
     assert 0 < zeros < 20
-    assert found[parts]["accuracy"] == 0.5  # over the answers that were scored
+    assert found[parts]["accuracy"] == 0.5  # over the responses that were scored
     assert found[parts]["pass@1"] == 1
     assert found[parts]["unscored"] == 5 * zeros
 
@@ -147,7 +147,7 @@ def test_ranks_that_share_rows_evaluate_each_row_once(two_ranks, on_one_rank, st
     out, _ = two_ranks
     require(out, "evaluate_ulysses")
     alone = on_one_rank("evaluate", "--model", start, "--task", "helpers:few_digits", *SMALL)
-    assert answers(out / "evaluate_ulysses") == answers(alone)
+    assert responses(out / "evaluate_ulysses") == responses(alone)
     assert evaluation(out / "evaluate_ulysses")["tasks"] == evaluation(alone)["tasks"]
 
 
@@ -156,17 +156,17 @@ def test_a_replay_on_two_ranks_has_every_row_once(two_ranks, name):
     out, _ = two_ranks
     require(out, f"replayed/{name}")
     found = json.loads((out / f"replayed_{name}.json").read_text())
-    assert found["rows"] == found["answers"] == [[prompt, number] for prompt in range(8) for number in range(4)]
+    assert found["rows"] == found["responses"] == [[prompt, number] for prompt in range(8) for number in range(4)]
     assert found["compared"]["grad_norm"] and not found["differ"]
 
 
-def test_ranks_with_the_same_rows_have_the_same_answers(two_ranks):
+def test_ranks_with_the_same_rows_have_the_same_responses(two_ranks):
     """The first one's, or each a share of them: [rank that answered, of so many requests], and the request's own."""
     out, _ = two_ranks
-    require(out, "answers")
+    require(out, "responses")
     first = [[[10, 3], i, i] for i in (0, 0, 1, 1, 2, 2)]
     shared = [[[10 + i % 2, 2 - i % 2], i, i] for i in (0, 0, 1, 1, 2, 2)]
-    assert json.loads((out / "answers.json").read_text()) == [[first, first], [shared, shared]]
+    assert json.loads((out / "responses.json").read_text()) == [[first, first], [shared, shared]]
 
 
 def test_a_rank_that_starts_late_joins_the_run(two_ranks):
@@ -184,7 +184,7 @@ def test_both_ranks_are_refused_what_the_first_is(two_ranks):
 
 
 @pytest.mark.parametrize("rows_of", ["both", "the first"])
-def test_answers_of_all_ranks_are_measured(two_ranks, rows_of):
+def test_responses_of_all_ranks_are_measured(two_ranks, rows_of):
     """Against loops over all of them; `tests/runs/test_sampling.py` has it on one rank."""
     out, _ = two_ranks
     require(out, "measured")

@@ -53,8 +53,8 @@ def test_resume_is_exact(warm_dir, tmp_path):
     )
 
 
-def test_right_answers_are_imitated():
-    """Clip-higher, the mean over all tokens, and the paper's mean over the tokens of right answers."""
+def test_right_responses_are_imitated():
+    """Clip-higher, the mean over all tokens, and the paper's mean over the tokens of correct responses."""
     recipe = helpers.load("vapo")
     g = torch.Generator().manual_seed(0)
     logprobs, old = -torch.rand(2, 3, 5, generator=g)

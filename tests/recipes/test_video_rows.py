@@ -26,8 +26,8 @@ def film(first, draw):
 
 def first_colours():
     draw = np.random.default_rng(0)
-    answers = [list(COLOURS)[i % 2] for i in range(104)]
-    rows = [{"question": "First?", "answer": name, "images": [], "videos": [film(name, draw)]} for name in answers]
+    responses = [list(COLOURS)[i % 2] for i in range(104)]
+    rows = [{"question": "First?", "answer": name, "images": [], "videos": [film(name, draw)]} for name in responses]
     return Task("first_colours", rows[:64], rows[64:], exact_match)
 
 

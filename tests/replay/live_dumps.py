@@ -42,7 +42,7 @@ def model(rows, tmp_path_factory):
 
 
 class Logged(GRPOTrainer):
-    """Keeps what it writes at every step: answers and rewards."""
+    """Keeps what it writes at every step: responses and rewards."""
 
     def log(self, *given, **named):
         super().log(*given, **named)
@@ -51,7 +51,7 @@ class Logged(GRPOTrainer):
 
 
 def length(completions, **_):
-    return [None if len(answer) % 5 == 0 else len(answer) / 8 for answer in map(text_of, completions)]
+    return [None if len(response) % 5 == 0 else len(response) / 8 for response in map(text_of, completions)]
 
 
 def constant(completions, **_):
@@ -93,8 +93,8 @@ def test_a_dump_of_trl(tmp_path, model, rows, task_file, conversation, capsys):
         )
         for sample in samples:
             start = sample.mask.index(True)
-            answer = tokenizer(sample.text, add_special_tokens=False).input_ids
-            assert sample.token_ids[start:][: len(answer)] == answer
+            response = tokenizer(sample.text, add_special_tokens=False).input_ids
+            assert sample.token_ids[start:][: len(response)] == response
             if conversation:
                 assert sample.token_ids[:start] in [encode_prompt(tokenizer, row).token_ids for row in rows[:4]]
 
@@ -102,13 +102,13 @@ def test_a_dump_of_trl(tmp_path, model, rows, task_file, conversation, capsys):
 def test_a_dump_of_verl(tmp_path, model, rows, task_file, capsys):
     tokenizer, rows = load_processor(model), [row for row in rows[:2] for _ in range(2)]
     prompts = [encode_prompt(tokenizer, row).token_ids for row in rows]
-    answers = [row["answer"] if good else "" for row, good in zip(rows, (True, False) * 2, strict=True)]
-    answers = [[*tokenizer(x, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for x in answers]
+    responses = [row["answer"] if good else "" for row, good in zip(rows, (True, False) * 2, strict=True)]
+    responses = [[*tokenizer(x, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for x in responses]
     trainer = object.__new__(RayPPOTrainer)
     trainer.tokenizer = tokenizer
     trainer._init_dump_executor()
     for trainer.global_steps in (1, 2):
-        responses = padded(answers, tokenizer.pad_token_id)
+        responses = padded(responses, tokenizer.pad_token_id)
         scores = torch.zeros(responses.shape)
         scores[::2, 0] = 0.5 * trainer.global_steps
         tensors = {"prompts": padded(prompts, tokenizer.pad_token_id, left=True), "responses": responses}
@@ -120,7 +120,7 @@ def test_a_dump_of_verl(tmp_path, model, rows, task_file, capsys):
     assert "2 bundles in " in capsys.readouterr().out
     for step in (0, 1):
         samples = read_bundle(tmp_path / "out" / f"step_{step}").draws[0].samples
-        assert [s.token_ids for s in samples] == [a + b for a, b in zip(prompts, answers, strict=True)]
+        assert [s.token_ids for s in samples] == [a + b for a, b in zip(prompts, responses, strict=True)]
         assert [s.reward for s in samples] == [0.5 * (step + 1), 0.0] * 2
         assert [s.row["answer"] for s in samples] == [row["answer"] for row in rows]
 

@@ -27,8 +27,8 @@ PICTURE = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
 ROW = {"question": "Which?", "answer": 7, "images": [PICTURE, b"\x00\xff"], "weights": np.ones(2), "made": {"by": None}}
 
 
-def answers(group_id, rewards=(1.0, math.nan)):
-    """Answers to one prompt with an image and a placeholder of each kind, the second one longer."""
+def responses(group_id, rewards=(1.0, math.nan)):
+    """Responses to one prompt with an image and a placeholder of each kind, the second one longer."""
     vision = {"pixel_values": torch.full((4, 3), float(group_id)), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     prompt = prompt_sample(
         [5, 9, 9, 8, 8, 6],
@@ -65,7 +65,7 @@ def bundle():
         recipe="recipes/grpo_vlm.py",
         options={"steps": 4, "trackers": ["a"], "max_mismatch": math.inf},
         versions={"torch": "2"},
-        draws=[Draw(answers(0) + answers(1), {"seed": [0, 3]}), Draw(answers(2), {}, "evaluate")],
+        draws=[Draw(responses(0) + responses(1), {"seed": [0, 3]}), Draw(responses(2), {}, "evaluate")],
         updates=[update([0, 1, 2, 3], 3)],
     )
 
@@ -211,7 +211,7 @@ class Options:
     """Options of a recipe."""
 
 
-def test_answers_to_a_prompt_share_their_image_and_row(tmp_path, bundle):
+def test_responses_to_a_prompt_share_their_image_and_row(tmp_path, bundle):
     from safetensors import safe_open
 
     write_bundle(tmp_path, bundle)
@@ -223,7 +223,7 @@ def test_answers_to_a_prompt_share_their_image_and_row(tmp_path, bundle):
 
 def test_ranks_are_read_together(tmp_path, bundle):
     for rank, (group, rows, width) in enumerate([(1, [2, 1], 3), (0, [0, 3], 5)]):
-        bundle.draws, bundle.updates = [Draw(answers(group))], [update(rows, width)]
+        bundle.draws, bundle.updates = [Draw(responses(group))], [update(rows, width)]
         write_bundle(tmp_path, bundle, rank=rank, ranks=2)
     found = read_bundle(tmp_path)
     assert [sample.group_id for sample in found.draws[0].samples] == [0, 0, 1, 1]

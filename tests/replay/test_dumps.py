@@ -1,4 +1,4 @@
-"""What verl and TRL log, as bundles: prompts by their rows, answers tokenized again, rewards as they were."""
+"""What verl and TRL log, as bundles: prompts by their rows, responses tokenized again, rewards as they were."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def as_logged(tokenizer, row):
 
 
 def verl_dump(folder, tokenizer, rows):
-    """Two steps with two answers to each prompt, in verl's order: the answers to a prompt beside each other."""
+    """Two steps with two responses to each prompt, in verl's order: the responses to a prompt beside each other."""
     for step in (1, 10):  # by number, not by name
         entries = [
             {"input": as_logged(tokenizer, row), "output": row["answer"] if good else "", "gts": row["answer"]}
@@ -41,12 +41,12 @@ def verl_dump(folder, tokenizer, rows):
         (folder / f"{step}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def test_answers_of_verl_may_have_any_characters(tmp_path):
+def test_responses_of_verl_may_have_any_characters(tmp_path):
     entries = [{"input": "q", "output": f"one{mark}two", "score": 1.0} for mark in ("\u2028", "\x85", "\n")]
     lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)  # as verl writes them
     (tmp_path / "1.jsonl").write_text(lines, encoding="utf-8")
-    ((*answers,),) = read_verl(tmp_path)
-    assert [one.answer for one in answers] == [entry["output"] for entry in entries]
+    ((*responses,),) = read_verl(tmp_path)
+    assert [one.response for one in responses] == [entry["output"] for entry in entries]
 
 
 def test_a_dump_of_verl(tmp_path, tokenizer, task):
@@ -61,16 +61,16 @@ def test_a_dump_of_verl(tmp_path, tokenizer, task):
     assert [s.reward for s in samples] == [1.0, 0.0] * 3
     for sample, row in zip(samples[::2], rows, strict=True):
         prompt = encode_prompt(tokenizer, row).token_ids
-        answer = tokenizer(row["answer"], add_special_tokens=False).input_ids
-        assert sample.token_ids == [*prompt, *answer, tokenizer.eos_token_id] and sample.text == row["answer"]
+        response = tokenizer(row["answer"], add_special_tokens=False).input_ids
+        assert sample.token_ids == [*prompt, *response, tokenizer.eos_token_id] and sample.text == row["answer"]
         assert sample.row["answer"] == row["answer"] and sample.mask == [False] * len(prompt) + [True] * (
-            len(answer) + 1
+            len(response) + 1
         )
         assert all(math.isnan(x) for x in sample.logprobs[len(prompt) :])
     assert {sample.reward for sample in read_bundle(out / "step_1").draws[0].samples} == {0.5}
 
 
-def test_an_answer_that_was_cut_has_no_end_token(tmp_path, tokenizer, task):
+def test_a_response_that_was_cut_has_no_end_token(tmp_path, tokenizer, task):
     verl_dump(tmp_path, tokenizer, task.train[:1])
     length = len(tokenizer(task.train[0]["answer"], add_special_tokens=False).input_ids)
     convert(read_verl(tmp_path), tmp_path / "b", tokenizer, origin="verl", rows=task.train[:1], max_new_tokens=length)
@@ -113,7 +113,7 @@ def test_a_dump_of_trl(tmp_path, tokenizer, task, conversation):
         [("tool", "999", {})],
     ],
 )
-def test_answers_of_trl_that_are_more_than_a_text_are_refused(tmp_path, turns):
+def test_responses_of_trl_that_are_more_than_a_text_are_refused(tmp_path, turns):
     """Output of tools would be trained on, and thinking and calls, which were sampled, would not."""
     completion = [{"role": role, "content": content} | more for role, content, more in turns]
     table = pyarrow.Table.from_pylist([{"prompt": "Sort 311", "completion": completion, "exact": 1.0}])
@@ -164,15 +164,14 @@ def test_the_command_leaves_out_held_out_rows_and_unreadable_ones(tmp_path, toke
     held = {row["question"] for row in own.heldout} & {row["question"] for row in rows}
     main(["verl", str(dump), str(tmp_path / "b"), "--model", tokenizer.name_or_path, "--task", str(file)])
     said = capsys.readouterr().out
-    assert (
-        held and f"answers to held-out rows of {file}, left out: {4 * len(held)}\n" in said and "2 bundles in " in said
-    )
+    left_out = f"responses to held-out rows of {file}, left out: {4 * len(held)}\n"
+    assert held and left_out in said and "2 bundles in " in said
     assert f"rows of {file} that were skipped: 1, the first because of: {file} row 21: " in said
     samples = read_bundle(tmp_path / "b" / "step_0").draws[0].samples
     assert {s.row["question"] for s in samples} == {row["question"] for row in rows} - held
 
 
-def test_an_answer_ends_as_the_template_ends_it(tmp_path, task):
+def test_a_response_ends_as_the_template_ends_it(tmp_path, task):
     """As in Gemma and Phi-3, whose tokenizers have another end token."""
     build_tiny(tmp_path / "model", task.train, warm_up_steps=0)
     tokenizer = load_processor(str(tmp_path / "model"))

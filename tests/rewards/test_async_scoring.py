@@ -1,4 +1,4 @@
-"""Rewards that are computed while other answers are being generated."""
+"""Rewards that are computed while other responses are being generated."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ def fails(text, row):
 
 
 class Sampler:
-    """A server that writes the answers of a prompt when the event in its row is set."""
+    """A server that writes the responses of a prompt when the event in its row is set."""
 
     def __init__(self):
         self.pool, self.begun, self.futures = ThreadPoolExecutor(4), [], []
@@ -48,8 +48,8 @@ def asked_for(*events):
 
 
 class SlowReward:
-    """Rewards on a clock of their own. Prompts 1 and 2 are scored together, in two seconds; two answers meet each time.
-    Prompt 0 is to be written after that; at 10 its judgement begins, and takes two seconds, too."""
+    """Rewards on a clock of their own. Prompts 1 and 2 are scored together, in two seconds; two responses meet each
+    time. Prompt 0 is to be written after that; at 10 its judgement begins, and takes two seconds, too."""
 
     def __init__(self, monkeypatch):
         self.now, self.reads, self.early_ones_are_scored = 0.0, 0, threading.Event()
@@ -77,7 +77,7 @@ class SlowReward:
         return float(text)
 
 
-def test_answers_are_scored_while_others_are_generated(monkeypatch):
+def test_responses_are_scored_while_others_are_generated(monkeypatch):
     sampler, slow = Sampler(), SlowReward(monkeypatch)
     submit = score_as_written(sampler.submit, slow, threads=2)
     prompts = asked_for(slow.early_ones_are_scored, None, None)
@@ -122,7 +122,7 @@ def test_rewards_beside_training_need_a_thread():
 
 
 def write(scorer, prompts, n=2):
-    """A sampler that finishes the answers to the last prompt first."""
+    """A sampler that finishes the responses to the last prompt first."""
     groups = [[replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)] for one in prompts]
     for i in reversed(range(len(groups))):
         wait_for(prompts[i].row["event"])

@@ -23,7 +23,7 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 def share(text: str, row: dict) -> float | None:
     if ISOLATED:
         return share_of_tests_passed(text, row)
-    with pytest.raises(SandboxError):  # not a 0: nothing is known of the answer
+    with pytest.raises(SandboxError):  # not a 0: nothing is known of the response
         share_of_tests_passed(text, row)
     return None
 
@@ -46,7 +46,7 @@ def share(text: str, row: dict) -> float | None:
         ("print(2 * int(input()))\nexit(1)", DOUBLE, 0.0),
         ("print(2 * int(input()))\nraise ValueError", DOUBLE, 0.0),
         ("print(4)", DOUBLE, 0.5),
-        ("print('the answer:', 2 * int(input()))", DOUBLE, 0.0),
+        ("print('the response:', 2 * int(input()))", DOUBLE, 0.0),
         ("if __name__ == '__main__':\n    print(2 * int(input()))", DOUBLE, 1.0),
         ("print('ab\\n' * int(input()))", {"tests": [{"input": "500000", "output": "ab\n" * 500000}]}, 1.0),
         ("def f():\n    return 'é' * 800000", {"tests": [f"assert f() == '{'é' * 800000}'"]}, 1.0),

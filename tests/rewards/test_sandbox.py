@@ -285,7 +285,7 @@ def executing():
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_no_answer_escapes_from_a_reward_that_executes_it(name, around, executing, monkeypatch):
+def test_no_response_escapes_from_a_reward_that_executes_it(name, around, executing, monkeypatch):
     folder, port = around
     monkeypatch.setenv("RLKIT_TEST_TOKEN", SECRET)
     facts = dict(outside=str(folder), port=port, listening=str(folder / "socket"), parent=os.getpid())

@@ -122,20 +122,20 @@ def test_reasons_of_what_is_not_scored():
 
 
 @pytest.mark.parametrize(
-    ("answers", "scored", "share", "options", "problem"),
+    ("responses", "scored", "share", "options", "problem"),
     [
         (64, 64, 0.0, {}, ""),
         (64, 52, 0.2, {}, ""),
-        (64, 51, 0.2, {}, "answers: expected at least 80% of 64 scored, got 51"),
+        (64, 51, 0.2, {}, "responses: expected at least 80% of 64 scored, got 51"),
         (64, 0, 1.0, {"reasons": "64 x a reward of None"},
-         "answers: expected at least one of 64 scored, got 0: 64 x a reward of None"),
-        (0, 0, 0.2, {}, "answers: expected at least one, got none"),
+         "responses: expected at least one of 64 scored, got 0: 64 x a reward of None"),
+        (0, 0, 0.2, {}, "responses: expected at least one, got none"),
         (0, 0, 0.2, {"skipped": ["t.jsonl row 3: no", "t.jsonl row 4: no"]},
-         "answers: expected at least one, got none: 2 rows were skipped, the first because of t.jsonl row 3: no"),
+         "responses: expected at least one, got none: 2 rows were skipped, the first because of t.jsonl row 3: no"),
     ],
 )  # fmt: skip
-def test_the_reason_behind_too_few_scored_answers(answers, scored, share, options, problem):
-    assert scoring_problem(answers, scored, share, **options) == problem
+def test_the_reason_behind_too_few_scored_responses(responses, scored, share, options, problem):
+    assert scoring_problem(responses, scored, share, **options) == problem
 
 
 # --- several parts
@@ -194,7 +194,7 @@ def test_reward_stats():
         "reward/mean": 1.0, "reward/std": float(np.std([1.0, 0.0, 0.5, 0.5, 3.0])),
         "reward/best": (1.0 + 0.5 + 3.0) / 3, "reward/worst": (0.0 + 0.5 + 3.0) / 3, "reward/equal": 2 / 3,
     })  # fmt: skip
-    # a rank without a scored answer beside one with: the sums of both
+    # a rank without a scored response beside one with: the sums of both
     there = []
     reward_stats(rewards, ids, lambda x: there.append(x) or x)
     none = reward_stats(torch.tensor([math.nan]), torch.tensor([0]), lambda x: x + there[0])
@@ -217,11 +217,11 @@ def test_combine_of_nothing(parts):
         combine(parts)
 
 
-def test_without_thinking_a_reward_is_given_the_answer_alone():
+def test_without_thinking_a_reward_is_given_the_response_alone():
     row = {"answer": "4"}
     reward = without_thinking(exact_match)
-    answers = {"4": 1, "<think>5</think>4": 1, "<think>4</think>5": 0, "<think>4": 0}
-    assert {text: reward(text, row) for text in answers} == answers and exact_match("<think>5</think>4", row) == 0
+    responses = {"4": 1, "<think>5</think>4": 1, "<think>4</think>5": 0, "<think>4": 0}
+    assert {text: reward(text, row) for text in responses} == responses and exact_match("<think>5</think>4", row) == 0
     assert reward("4", {**row, "thinking_opened": True}) == 0
     other = {**row, "thinking_tags": ["[THINK]", "[/THINK]"]}
     assert [reward(text, other) for text in ("[THINK]5[/THINK]4", "[THINK]4", "<think>5</think>4")] == [1, 0, 0]

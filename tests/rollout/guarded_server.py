@@ -20,13 +20,13 @@ def guarded_server(monkeypatch, port=0):
     """Yields the URL, and the paths of the requests that reached the server."""
     reached = []
 
-    async def answer(request):
+    async def response(request):
         await request.body()
         reached.append(request.url.path)
         return JSONResponse({"success": True})
 
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+    app = Starlette(routes=[Route("/{path:path}", response, methods=["GET", "POST"])])
     app.add_middleware(ClaimMiddleware)
     app.add_middleware(TokenMiddleware)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))

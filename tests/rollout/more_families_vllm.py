@@ -53,11 +53,11 @@ def test_a_family_samples_what_its_trainer_scores_in_bfloat16(alone, family):
     assert_close_in_bfloat16(facts_of(alone, family))
 
 
-def test_what_the_trainer_has_prepared_is_not_prepared_again_and_changes_no_answer(alone):
+def test_what_the_trainer_has_prepared_is_not_prepared_again_and_changes_no_response(alone):
     assert_same_as_prepared_by_vllm(facts_of(alone, "qwen3_5_moe"))
 
 
-def test_a_recipe_trains_on_answers_to_audios(alone):
+def test_a_recipe_trains_on_responses_to_audios(alone):
     """grpo_vlm.py; the second step samples by the weights that the first one sent."""
     steps = alone["audios/qwen2_5_omni_thinker"]["steps"]
     assert len(steps) == 2 and all(step["grad_norm"] > 0 and not step["skipped_rows"] for step in steps)

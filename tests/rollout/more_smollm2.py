@@ -19,7 +19,7 @@ from test_vllm_server import free_ports  # noqa: E402
 
 # Largest and mean difference of log-probabilities at temperature 0.8, about twice what was measured. The largest is the
 # rounding of 30 layers: beside float64, transformers' own float32 forward was up to 2.0e-5 off (mean 2.3e-6), the
-# trainer 2.2e-5 (3.3e-6) and vLLM 4.1e-5 (5.4e-6), over 189 tokens of 24 answers.
+# trainer 2.2e-5 (3.3e-6) and vLLM 4.1e-5 (5.4e-6), over 189 tokens of 24 responses.
 FLOAT32, BFLOAT16 = (5e-5, 1e-5), (0.5, 0.06)
 
 

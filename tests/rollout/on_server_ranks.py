@@ -1,6 +1,6 @@
 """Run by `test_servers.py` on two ranks.
 
-With one server: one update that succeeds, and one that fails on rank 0 alone. Rank 1 gets an answer that was continued
+With one server: one update that succeeds, and one that fails on rank 0 alone. Rank 1 gets a response that was continued
 with the new weights before it knows that all servers have them.
 
 With two servers: each rank prints which of them are excluded during and after three updates. At the beginning of the
@@ -71,12 +71,12 @@ def update_some(rollout):
 
 def update_and_fail(rollout):
 
-    def gathered_then_answered():
+    def gathered_then_with_response():
         yield from gathered(3)
         if dist.get_rank() == 1:
             rollout._check_versions(rollout.pool.servers[0], 0, [0, 1])
 
-    rollout.update_weights(gathered_then_answered())
+    rollout.update_weights(gathered_then_with_response())
     version = rollout.version
     if dist.get_rank() == 0:
 

@@ -52,7 +52,7 @@ def policy_gradient(out, mb):
 
 def prompts_of(processor, sees: bool):
     """Prompts long enough to fill blocks of the prefix cache, the last one with two images."""
-    samples = make_samples(processor, answers=(1, 1, 1, 1), sizes=SIZES[sees])
+    samples = make_samples(processor, responses=(1, 1, 1, 1), sizes=SIZES[sees])
     rows = [{**s.row, "question": s.row["question"] * 12} for s in samples]
     if sees:
         rows[3] = {**rows[3], "images": [*rows[3]["images"], *rows[0]["images"]]}
@@ -94,7 +94,7 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     facts = {"threads": torch.get_num_threads(), "settable": torch.set_num_threads.__name__}
 
     def distance(trainer=engine, sampler=rollout):
-        """max |sampler's - trainer's logprob| over this rank's answers, and the answers."""
+        """max |sampler's - trainer's logprob| over this rank's responses, and the responses."""
         samples = sampler.generate(prompts, SAMPLING, n=3)
         batch = collate(samples)
         scored = trainer.infer_batch(batch)["logprobs"]
@@ -105,10 +105,10 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
         return trainer.train_batch(collate(samples, advantages=advantages), policy_gradient)["grad_norm"]
 
     facts["start"], samples = distance()
-    facts["answers"] = [s.response_ids for s in samples]
+    facts["responses"] = [s.response_ids for s in samples]
     facts["groups"] = group_ids(samples).tolist()
-    facts["repeated"] = [s.response_ids for s in rollout.generate(prompts, SAMPLING, n=3)] == facts["answers"]
-    finished = {}  # prompt -> its answers, and how many prompts still waited for theirs
+    facts["repeated"] = [s.response_ids for s in rollout.generate(prompts, SAMPLING, n=3)] == facts["responses"]
+    finished = {}  # prompt -> its responses, and how many prompts still waited for theirs
 
     def tell(i, group):
         finished[i] = group, rollout.llm.llm_engine.get_num_unfinished_requests()
@@ -294,7 +294,7 @@ def failed_start(folder: Path) -> dict:
     rollout = make_rollout("vllm", **options, kv_cache_memory_bytes=32 << 20)
     samples = rollout.generate(prompts_of(options["processor"], sees=True)[:1], SAMPLING)
     rollout.close()
-    return {"error": error, "answers": len(samples)}
+    return {"error": error, "responses": len(samples)}
 
 
 def measure_kind(folder: Path, name: str) -> dict:

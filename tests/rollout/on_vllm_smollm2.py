@@ -28,7 +28,7 @@ def questions(tokenizer) -> list:
 
 
 def ascent(out, mb):
-    """Minus the policy gradient: rewarded answers become less likely, which moves log-probabilities far."""
+    """Minus the policy gradient: rewarded responses become less likely, which moves log-probabilities far."""
     return token_mean(mb.advantages[:, None] * out.logprobs, mb.mask, mb.total_tokens), {}
 
 

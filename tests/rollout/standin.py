@@ -31,15 +31,15 @@ class Standin:
 
     Attributes:
         latency: seconds a token.
-        faults: what happens to the next generations, in order: "drop" cuts the connection before the answer, "500"
-            answers so, "hang" never answers, "die" is the end of the server.
+        faults: what happens to the next generations, in order: "drop" cuts the connection before the response, "500"
+            responses so, "hang" never responses, "die" is the end of the server.
         left_out: routes that it does not have (`pages`).
         broken: routes that answer 500.
         bodies: what it was asked to generate.
         answered: seeds of the generations that it answered.
         calls: how often each route was called, and in what order.
         weights: what has been sent to it.
-        now, most, steps: answers that it is writing, at most wrote at once, and steps that all of them took.
+        now, most, steps: responses that it is writing, at most wrote at once, and steps that all of them took.
         holds: called with a request's body and the number of tokens written for it; while it returns True, the next
             token is not written. Tests use it in place of a latency where something has to happen during generation.
         clients: the connection of each request.
@@ -69,7 +69,7 @@ class Standin:
         self.resets = True  # its prefix cache, when it is told to
         self.adapter, self.pauses, self.slept = None, [], []  # the file that was sent last; how it paused and slept
         self.holds, self.clients = lambda body, tokens: False, []
-        self.routing = None  # answer -> the experts that it, its prompt before it, went to, as numpy has them
+        self.routing = None  # response -> the experts that it, its prompt before it, went to, as numpy has them
 
     @property
     def calls(self):
@@ -124,7 +124,7 @@ class Standin:
         return await handler(request)
 
     async def _fault(self, request):
-        """Do what is to happen next; True if the answer is to be lost."""
+        """Do what is to happen next; True if the response is to be lost."""
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "500":
             raise web.HTTPInternalServerError(text='{"error": {"message": "out of luck"}}')
@@ -135,7 +135,7 @@ class Standin:
         return fault == "drop"
 
     async def _write(self, seeds, count, body):
-        """Tokens and the versions that wrote them, of several answers at once."""
+        """Tokens and the versions that wrote them, of several responses at once."""
         self.now += len(seeds)
         self.most = max(self.most, self.now)
         try:
@@ -248,7 +248,7 @@ class VllmStandin(Standin):
         if max(body["token_ids"]) >= 10_000:
             raise web.HTTPBadRequest(text='{"error": {"message": "Token id 10000 is out of vocabulary"}}')
         seeds = [rule["seed"] + i for i in range(rule["n"])]
-        answers, versions = await self._write(seeds, rule["max_tokens"], body)
+        responses, versions = await self._write(seeds, rule["max_tokens"], body)
         starts = [t for t in range(len(versions)) if t == 0 or versions[t] != versions[t - 1]]
         spans = [
             {"version": versions[a], "start": a, "end": b}
@@ -265,7 +265,7 @@ class VllmStandin(Standin):
                     "logprobs": {"content": [{"token_id": t, "logprob": -1.0 - t / 100} for t in ids]},
                     "routed_experts": self._npy(self.routing(ids)) if self.routing else None,
                 }
-                for i, ids in reversed(list(enumerate(answers)))
+                for i, ids in reversed(list(enumerate(responses)))
             ],
         })  # fmt: skip
 
@@ -338,7 +338,7 @@ class SglangStandin(Standin):
         return web.json_response({**self.server, **({"dtype": self.dtype} if self.dtype else {})})
 
     async def _pause(self, request):
-        assert (await request.json())["mode"] == "retract"  # "abort" loses answers, "in_place" keeps their cache
+        assert (await request.json())["mode"] == "retract"  # "abort" loses responses, "in_place" keeps their cache
         self.paused = True
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -380,7 +380,7 @@ class SglangStandin(Standin):
             logits /= rule["temperature"] if self.logprobs == "processed" else 1.0
             token = int(np.argmin(logits))
             logprob = logits[token] - np.logaddexp.reduce(logits)
-            return web.json_response(self._answer(prompt, [token], [logprob], [self.version]))
+            return web.json_response(self._response(prompt, [token], [logprob], [self.version]))
         while self.paused:  # it waits before it is tokenised
             await asyncio.sleep(0.002)
         assert not self.asleep and self.flushed
@@ -390,20 +390,20 @@ class SglangStandin(Standin):
             self.embeddings.setdefault(f"{int(name, 16):016x}", self.version)
         connection_lost = await self._fault(request)
         seeds = [sum(prompt) + 1000 * i for i in range(rule.get("n", 1))]
-        answers, versions = await self._write(seeds, rule["max_new_tokens"], body)
+        responses, versions = await self._write(seeds, rule["max_new_tokens"], body)
         self.answered += seeds
         if connection_lost:
             request.transport.abort()
         stops = set() if rule["ignore_eos"] else set(rule["stop_token_ids"])
-        ends = [next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids)) for ids in answers]
+        ends = [next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids)) for ids in responses]
         seen = self.expanded.get(tuple(prompt), prompt)
         made = [
-            self._answer(seen, ids[:end], [-1.0 - t / 100 for t in ids[:end]], versions[:end], stops)
-            for ids, end in zip(answers, ends, strict=True)
+            self._response(seen, ids[:end], [-1.0 - t / 100 for t in ids[:end]], versions[:end], stops)
+            for ids, end in zip(responses, ends, strict=True)
         ]
         return web.json_response(made if batch else made[0])
 
-    def _answer(self, prompt, ids, logprobs, versions, stops=()):
+    def _response(self, prompt, ids, logprobs, versions, stops=()):
         starts = [t for t in range(len(ids)) if t == 0 or versions[t] != versions[t - 1]]
         ended = {"type": "stop", "matched": ids[-1]} if ids[-1] in stops else {"type": "length", "length": len(ids)}
         facts = {

@@ -276,9 +276,9 @@ def test_an_environment_with_its_own_reward(processor):
     assert said == ["A number from 0 to 7?", "4", "lower", "2", "lower", "1"]
 
 
-def test_every_turn_begins_with_the_answer_prefix(processor):
+def test_every_turn_begins_with_the_response_prefix(processor):
     """So a turn of thinking that the prompt opens is judged as the first one is."""
-    row = {"question": "2 + 2?", "answer": "4", "answer_prefix": "<think>\n"}
+    row = {"question": "2 + 2?", "answer": "4", "response_prefix": "<think>\n"}
 
     def play(last):
         turns, replies = iter(["I call it.</think>calc(2+2)", last]), iter([Observation("4"), None])

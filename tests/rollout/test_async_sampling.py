@@ -70,8 +70,8 @@ def test_staleness_is_bounded_and_reached(make, bound):
         assert [s.token_ids[0] for s in samples] == [20 + step] * 6 and rollout.version == step
         assert all(step - bound <= v <= step for s in samples for v in s.versions)
         seen.append(max(rollout.version - sample.version for sample in samples))
-        for answers in requested:  # training that takes longer than sampling
-            answers.result(60)
+        for responses in requested:  # training that takes longer than sampling
+            responses.result(60)
     assert seen == [min(step, bound) for step in range(6)]
     assert rollout.version == 6 and len(server.answered) == 36
 
@@ -91,8 +91,8 @@ def test_sampling_and_training_overlap(make):
         assert during == [2 * bound] * 4 + [0]
 
 
-def test_unfinished_answers_continue_under_new_weights(make):
-    """Long answers during short steps have tokens of several versions, all recorded."""
+def test_unfinished_responses_continue_under_new_weights(make):
+    """Long responses during short steps have tokens of several versions, all recorded."""
     rollout, server = make()
     begun = defaultdict(set)  # step -> prompts with a first token
 

@@ -53,7 +53,7 @@ def rollout(engine, processor):
 def prompts(processor):
     """Images of three sizes, and a prompt without one."""
     sizes = ((56, 56), None, (84, 56), (56, 112))
-    samples = make_samples(processor, answers=(1, 1, 1, 1), sizes=sizes)
+    samples = make_samples(processor, responses=(1, 1, 1, 1), sizes=sizes)
     rows = [(s.group_id, s.row) for s in samples]
     return encode_prompts(processor, rows)[0]
 
@@ -154,7 +154,7 @@ def test_what_is_sampled_does_not_depend_on_the_batch(engine, rollout, prompts, 
     assert batched != [s.response_ids for s in rollout.generate(prompts, Sampling(8, seed=(1, 3)), n=3)]
     backwards = rollout.generate(prompts[::-1], sampling, n=3)
     assert batched[:3] == [s.response_ids for s in backwards[-3:]]
-    assert len({tuple(ids) for ids in batched}) > 8  # the answers to one prompt differ
+    assert len({tuple(ids) for ids in batched}) > 8  # the responses to one prompt differ
 
 
 def test_greedy_equals_generate_of_transformers(tiny_dir, rollout, prompts, processor):
@@ -214,7 +214,8 @@ def test_end_tokens_and_length(rollout, prompts, processor):
 
 
 def test_each_request_has_its_own_sampling_parameters(rollout, prompts):
-    """Each request in a batch has the answers that it has alone, with its length, temperature, seed and stop tokens."""
+    """Each request in a batch has the responses that it has alone, with its length, temperature, seed and stop
+    tokens."""
     (first,) = rollout.generate(prompts[:1], Sampling(6, seed=(5,)))
     how = [
         Sampling(6, seed=(5,), stop=(first.response_ids[2],)), Sampling(3, temperature=0.0), Sampling(9, 1.7, (2,)),

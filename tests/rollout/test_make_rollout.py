@@ -69,7 +69,7 @@ def test_built_in_rollouts_are_registered_and_others_are_named(registered):
         make_rollout("tgi", processor=None)
 
 
-def test_a_model_without_a_generation_config_ends_answers_as_its_config_says(tmp_path):
+def test_a_model_without_a_generation_config_ends_responses_as_its_config_says(tmp_path):
     """Servers and recipes take the end tokens from one function."""
     config, tokenizer = LlamaConfig(eos_token_id=[5, 7]), SimpleNamespace(eos_token_id=2)
     config.save_pretrained(tmp_path)

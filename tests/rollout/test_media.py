@@ -126,7 +126,7 @@ def test_the_first_request_is_sent_before_the_second_image_is_encoded(connect):
         assert len(rollout.pool.wait(future)) == 2
 
 
-def test_media_are_kept_until_their_last_request_is_answered(connect, monkeypatch):
+def test_media_are_kept_until_their_last_request_is_with_response(connect, monkeypatch):
     kept, finished = [], media.MediaEncoder.finished
 
     def noted(self, request):

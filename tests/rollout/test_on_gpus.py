@@ -197,7 +197,7 @@ def test_glm_moe_dsa_is_sampled_as_it_is_scored(tmp_path):
 
 
 def check_family(family, path):
-    """Answers have the logprobs of the trainer's weights, before an update and after it."""
+    """Responses have the logprobs of the trainer's weights, before an update and after it."""
     from on_vllm_families import build as build_family  # imports what the other tests do not need
 
     build_family(family, path)
@@ -216,7 +216,7 @@ def check_family(family, path):
 
 
 def send_weights(engine, rollout, *, asleep):
-    """Answers have the logprobs of the weights that were sent; the server may sleep during training."""
+    """Responses have the logprobs of the weights that were sent; the server may sleep during training."""
     prompts = prompts_with_images(rollout.processor)
     samples = rollout.generate(prompts, SAMPLING, n=4)
     assert mean_gap(engine, samples) < 0.05

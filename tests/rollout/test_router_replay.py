@@ -59,15 +59,16 @@ def random_routing(tokens, seed):
 
 
 def samples():
-    """Two prompts with three and two answers, and random routing: the same for a prompt, another for each answer."""
+    """Two prompts with three and two responses, and random routing: the same for a prompt, another for each
+    response."""
     made = []
     for group, count in enumerate((3, 2)):
         prompt = prompt_sample([10 + group, 11, 12, 13 + group][: 4 - group], group_id=group)
         length = len(prompt.token_ids)
         for i in range(count):
-            answer = [20 + 5 * group + i, 30 + i, 40][: 2 + i % 2]
-            routing = torch.cat([random_routing(length, group), random_routing(len(answer) - 1, 10 * group + i + 5)])
-            made.append(replace(append_response(prompt, answer, [-1.0] * len(answer)), routed_experts=routing))
+            response = [20 + 5 * group + i, 30 + i, 40][: 2 + i % 2]
+            routing = torch.cat([random_routing(length, group), random_routing(len(response) - 1, 10 * group + i + 5)])
+            made.append(replace(append_response(prompt, response, [-1.0] * len(response)), routed_experts=routing))
     return made
 
 

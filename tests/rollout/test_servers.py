@@ -55,7 +55,7 @@ def prompts(count):
 
 
 def check(samples, requests, n, sampling=SAMPLING):
-    """Each prompt has all of its answers, once and in order."""
+    """Each prompt has all of its responses, once and in order."""
     assert [(s.group_id, s.number) for s in samples] == [(r.group_id, i) for r in requests for i in range(n)]
     for sample in samples:
         request = requests[sample.group_id]
@@ -81,8 +81,8 @@ def arrived(server, sent):
     return set(server.weights) == {name for name, _ in sent} and all(torch.equal(server.weights[k], w) for k, w in sent)
 
 
-def test_answers_are_distributed_over_servers_and_returned_in_order(connect):
-    """A request for more answers than a server takes at once is split, with different seeds."""
+def test_responses_are_distributed_over_servers_and_returned_in_order(connect):
+    """A request for more responses than a server takes at once is split, with different seeds."""
     with VllmStandin() as a, VllmStandin() as b:
         rollout, finished = connect(a, b, max_sequences=4), {}
         a.holds = b.holds = lambda *_: len(a.answered + b.answered) >= 50 and not finished
@@ -165,8 +165,8 @@ def test_a_window_that_transformers_ignores_needs_a_server_that_was_started_with
         connect(server, model=str(tmp_path))
 
 
-def test_greedy_answers_are_generated_once(connect):
-    """vLLM refuses n > 1 at temperature 0, where all answers are the same."""
+def test_greedy_responses_are_generated_once(connect):
+    """vLLM refuses n > 1 at temperature 0, where all responses are the same."""
     with VllmStandin() as a:
         first, second = connect(a).generate(prompts(1), Sampling(4, temperature=0.0), n=2)
         assert first.token_ids == second.token_ids and [first.number, second.number] == [0, 1]
@@ -241,7 +241,7 @@ def test_a_rank_notices_that_another_took_the_same_server_since_it_looked():
     assert alone.reserve("http://b", 4, 0) and alone.read() == {"http://a": 0, "http://b": 4}
 
 
-def test_a_server_with_short_answers_takes_what_waits(ranks):
+def test_a_server_with_short_responses_takes_what_waits(ranks):
     """One server is slow; a rank whose own requests are there takes no place of the other rank's on the fast one."""
     done = Counter()
 
@@ -270,7 +270,7 @@ def test_a_rank_goes_on_when_the_store_is_gone(caplog):
 
 def test_a_slow_server_does_not_hold_up_the_other(connect):
     with VllmStandin() as slow, VllmStandin() as fast:
-        slow.holds = lambda *_: len(fast.answered) < 76  # it has room for two requests of two answers each
+        slow.holds = lambda *_: len(fast.answered) < 76  # it has room for two requests of two responses each
         requests = prompts(40)
         check(connect(slow, fast, max_sequences=4).generate(requests, SAMPLING, n=2), requests, 2)
         assert len(slow.answered) == 4
@@ -281,11 +281,11 @@ def test_a_request_is_retried_after_a_passing_fault(connect, fault):
     with VllmStandin(faults=[fault, "", fault, fault]) as a, VllmStandin() as b:
         requests = prompts(10)
         check(connect(a, b).generate(requests, SAMPLING, n=2), requests, 2)
-        written_twice = len(a.answered + b.answered) - 20  # an answer that was cut off had been written
+        written_twice = len(a.answered + b.answered) - 20  # a response that was cut off had been written
         assert not a.faults and (written_twice > 0) == (fault == "drop")
 
 
-def test_routing_comes_with_its_answer(connect):
+def test_routing_comes_with_its_response(connect):
     with VllmStandin() as a:
         a.routing = lambda ids: np.array(ids[:1] * 4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
         rollout = connect(a)
@@ -436,7 +436,7 @@ def test_the_next_bucket_is_gathered_while_one_is_sent():
     assert len(sent) == 4
 
 
-def test_unfinished_answers_continue_under_new_weights(connect):
+def test_unfinished_responses_continue_under_new_weights(connect):
     with VllmStandin() as a, VllmStandin() as b:
         rollout = connect(a, b)
         a.holds = b.holds = lambda body, tokens: tokens >= 8 and rollout.version == 0
@@ -780,7 +780,7 @@ def test_bad_servers_are_named(connect):
 
 
 def test_a_connection_that_takes_too_long_is_named(monkeypatch):
-    """The queue of a socket that nothing accepts from is full, so Linux answers no further connection."""
+    """The queue of a socket that nothing accepts from is full, so Linux responses no further connection."""
     monkeypatch.setattr("rlkit.rollout.servers.pool.CONNECT_SECONDS", 0.3)
     with ExitStack() as sockets:
         listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))

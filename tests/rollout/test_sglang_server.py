@@ -50,7 +50,7 @@ def connect(tiny_dir, processor):
         rollout.close()
 
 
-def test_answers_are_distributed_over_servers_and_returned_in_order(connect, processor):
+def test_responses_are_distributed_over_servers_and_returned_in_order(connect, processor):
     requests = [prompt_sample([10 + i, 11], group_id=i) for i in range(10)]
     with SglangStandin(faults=["500", "drop"]) as a, SglangStandin(faults=["", "die"]) as b:
         rollout = connect(a, b, max_sequences=4)
@@ -107,7 +107,7 @@ def test_the_dtype_of_a_server(connect, monkeypatch, of_server, of_config, expec
         assert connect(server).weight_dtype == expected
 
 
-def test_unfinished_answers_continue_under_new_weights(connect):
+def test_unfinished_responses_continue_under_new_weights(connect):
     """Each token has the version of its weights, and later turns keep the versions of earlier ones."""
     with SglangStandin() as a:
         rollout = connect(a)
@@ -215,7 +215,7 @@ def test_images_are_sent_once_per_prompt_without_loss(connect, processor, n):
             connect(a).generate([request], SAMPLING)
 
 
-def test_routing_comes_with_its_answer(connect):
+def test_routing_comes_with_its_response(connect):
     with SglangStandin() as a:
         a.server["enable_return_routed_experts"] = True
         a.routing = lambda ids: np.array([[[t], [t + 1]] for t in ids[:-1]], dtype=np.int32)  # two layers, one expert

@@ -18,13 +18,13 @@ def test_functions_that_never_return_do_not_stop_the_run(monkeypatch):
     async def blocks(sample):
         released.wait(60)
 
-    def answers(sample):
+    def responses(sample):
         return Observation("fine")
 
     monkeypatch.setattr(agent, "GRACE_SECONDS", 0.3)
     for never in (hangs, blocks):
         assert isinstance(call_steps(never, one, 0.3)[0], TimeoutError)
-        assert call_steps(answers, one, 60.0)[0].text == "fine"
+        assert call_steps(responses, one, 60.0)[0].text == "fine"
     released.set()
 
 

@@ -183,7 +183,7 @@ def test_latent_attention_works_with_and_without_amx(alone):
 
 
 @pytest.mark.parametrize("case", PREPARED)
-def test_what_the_trainer_has_prepared_is_not_prepared_again_and_changes_no_answer(alone, case):
+def test_what_the_trainer_has_prepared_is_not_prepared_again_and_changes_no_response(alone, case):
     assert_same_as_prepared_by_vllm(alone[case])
 
 
@@ -290,7 +290,7 @@ def test_a_configuration_that_transformers_cannot_read_says_nothing_of_the_model
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_reset_after_weight_sync(alone, kind):
-    """Otherwise answers to prompts that were seen before would use keys and values of the old weights."""
+    """Otherwise responses to prompts that were seen before would use keys and values of the old weights."""
     assert alone[kind]["prefix_cache_kept"] > 0.1 > TOLERANCE > alone[kind]["synced_again"]
 
 
@@ -348,15 +348,15 @@ def test_a_recipe_trains_on_videos(alone):
 def test_an_engine_starts_after_one_that_could_not(by_rank):
     """vLLM kept the process groups of the first one, in which two ranks share an engine."""
     for facts in (part["two_ranks/failed_start"] for part in by_rank):
-        assert "No available memory for the cache blocks" in facts["error"] and facts["answers"] == 1
+        assert "No available memory for the cache blocks" in facts["error"] and facts["responses"] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_complete_and_in_order(alone, kind):
     facts = alone[kind]
     assert facts["groups"] == [group for group in range(4) for _ in range(3)]
-    assert len({tuple(answer) for answer in facts["answers"]}) > 8  # the answers to one prompt differ
-    assert facts["repeated"]  # the same seed, the same answers
+    assert len({tuple(response) for response in facts["responses"]}) > 8  # the responses to one prompt differ
+    assert facts["repeated"]  # the same seed, the same responses
     assert facts["each"] == facts["each_alone"] and max(map(len, facts["each"])) > 3  # each by its own parameters
     assert facts["finished"] and facts["under_way"][0] > 0 == facts["under_way"][-1]  # each as soon as it was written
     assert set(facts["reasons"]) <= {"stop", "length"} and not facts["sampled_forbidden"]
@@ -371,13 +371,13 @@ def test_vllm_does_not_change_the_trainers_process(alone):
 
 
 def test_two_ranks_sample_what_one_does(alone, by_rank):
-    """Data-parallel and tensor-parallel: each rank gets the answers to its own prompts, with the same logprobs."""
+    """Data-parallel and tensor-parallel: each rank gets the responses to its own prompts, with the same logprobs."""
     whole = alone["qwen2_5_vl"]
     for split in SPLITS:
         for rank, facts in enumerate(part[split] for part in by_rank):
             assert facts["groups"] == [group for group in (rank, rank + 2) for _ in range(3)]
-            assert facts["answers"] == [
-                a for a, g in zip(whole["answers"], whole["groups"], strict=True) if g % 2 == rank
+            assert facts["responses"] == [
+                a for a, g in zip(whole["responses"], whole["groups"], strict=True) if g % 2 == rank
             ]
             assert facts["greedy"] == whole["greedy"][rank::2] and facts["each"] == facts["each_alone"]
             for stage in ("start", "synced", "synced_again"):
@@ -734,7 +734,7 @@ def test_temperatures_that_vllm_changes_or_refuses_are_named(temperature):
         )
 
 
-def test_an_aborted_answer_is_not_used():
+def test_an_aborted_response_is_not_used():
     with pytest.raises(
         RuntimeError, match="group 5: expected finish_reason 'stop' or 'length' from the sampler, got 'abort'"
     ):

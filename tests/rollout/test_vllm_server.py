@@ -100,7 +100,7 @@ def rollout(tiny_dir, processor, servers):
 @pytest.fixture(scope="module")
 def prompts(processor):
     """Images of three sizes, a prompt without one, and one that fills several blocks of the cache."""
-    rows = [(s.group_id, s.row) for s in make_samples(processor, answers=(1, 1, 1, 1))]
+    rows = [(s.group_id, s.row) for s in make_samples(processor, responses=(1, 1, 1, 1))]
     return [*encode_prompts(processor, rows)[0], prompt_sample([10 + i % 200 for i in range(300)], group_id=9)]
 
 
@@ -127,7 +127,7 @@ def train(engine, samples):
 
 
 def test_a_teacher_on_servers_is_the_teacher_in_this_process(tiny_dir, processor, prompts, servers, tmp_path):
-    """Top-k and log-probabilities of answers with and without images; and what the recipe learns from it.
+    """Top-k and log-probabilities of responses with and without images; and what the recipe learns from it.
 
     This is the first test because the servers have the weights of the directory only until a trainer sends its own.
     """
@@ -209,7 +209,7 @@ def test_end_tokens_and_suppressed_tokens(engine, rollout, prompts, processor):
 
 
 def test_a_server_serves_its_own_user_and_one_trainer(rollout, servers):
-    """No route but /health answers without the token, nothing listens beyond this machine, no path is an adapter."""
+    """No route but /health responses without the token, nothing listens beyond this machine, no path is an adapter."""
     url, process = next(iter(servers.items()))
     known = {"Authorization": f"Bearer {server_token(url)}"}
     routes = requests.get(f"{url}/openapi.json", headers=known).json()["paths"]
@@ -311,12 +311,12 @@ def test_caches_kept_by_a_server_are_caught(engine, rollout, prompts, monkeypatc
     assert apart(engine, rollout.generate(prompts, SAMPLING, n=4))[0] < 1e-5
 
 
-def test_unfinished_answers_continue_under_new_weights(tiny_dir, processor, engine, rollout, prompts):
+def test_unfinished_responses_continue_under_new_weights(tiny_dir, processor, engine, rollout, prompts):
     """Weights that arrive during generation: each token has the logprob of the weights that sampled it."""
     sets = [[(name, weight.clone()) for name, weight in engine.get_per_tensor_param()]]
     train(engine, [append_response(p, [20 + i, 30 + i], [0.0, 0.0]) for i, p in enumerate(prompts)])
     sets.append([(name, weight.clone()) for name, weight in engine.get_per_tensor_param()])
-    for attempt in range(7):  # until weights came when some answers, not all, were written
+    for attempt in range(7):  # until weights came when some responses, not all, were written
         rollout.update_weights(iter(sets[0]))
         future = rollout.submit(prompts[:4], Sampling(400, temperature=0.8, seed=(3, attempt)), 8)
         time.sleep(0.1 * 2**attempt)
@@ -379,7 +379,7 @@ def test_the_next_batch_is_generated_during_training(engine, rollout, prompts, m
 
 
 def test_a_server_killed_in_the_middle(engine, rollout, prompts, servers, caplog):
-    """Each answer is there once; the other server takes over the rest, and new weights afterwards."""
+    """Each response is there once; the other server takes over the rest, and new weights afterwards."""
     many = [prompt_sample([10 + i, 11, 12], group_id=i) for i in range(24)]
     future = rollout.submit(many, Sampling(400, temperature=0.8, seed=(4,)), 4)
     url, process = list(servers.items())[1]

@@ -1,4 +1,4 @@
-"""Answers to prompts with images and videos that the trainer has prepared, and to those that vLLM prepares."""
+"""Responses to prompts with images and videos that the trainer has prepared, and to those that vLLM prepares."""
 
 from contextlib import ExitStack
 from unittest import mock
@@ -33,14 +33,14 @@ def beside_media(rollout, prompts) -> dict:
         ("greedy", Sampling(6, temperature=0.0), 1),
         ("sampled", Sampling(6, temperature=0.8, seed=(3,)), 3),
     ):
-        found = [_answers(rollout, prompts, sampling, n, facts["calls"], prepared) for prepared in (True, False)]
+        found = [_responses(rollout, prompts, sampling, n, facts["calls"], prepared) for prepared in (True, False)]
         facts[name] = found[0] == found[1]
         facts["distinct"] = len({tuple(tokens) for tokens, _ in found[0]})
     facts["unchanged"] = all(torch.equal(x, before) for x, before in tensors)
     return facts
 
 
-def _answers(rollout, prompts, sampling, n, calls, prepared) -> list:
+def _responses(rollout, prompts, sampling, n, calls, prepared) -> list:
     rollout.llm.reset_prefix_cache()
     rollout.llm.llm_engine.reset_encoder_cache()
     rollout.llm.llm_engine.reset_mm_cache()

@@ -1,6 +1,6 @@
-"""Started by `test_directory.py`: claims the directory that each line of its input names, and answers with a line.
+"""Started by `test_directory.py`: claims the directory that each line of its input names, and responses with a line.
 
-A line is [out, name, resume]; "fork" leaves a child behind that does nothing, and answers with its process id.
+A line is [out, name, resume]; "fork" leaves a child behind that does nothing, and responses with its process id.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from rlkit.runs.directory import claim_directory
 
 
-def answer(line):
+def response(line):
     if line == "fork":
         read, write = os.pipe()
         child = os.fork()
@@ -29,4 +29,4 @@ def answer(line):
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+        print(json.dumps(response(json.loads(line))), flush=True)

@@ -48,7 +48,7 @@ def heldout_loss():
 
     def loss_fn(out, mb):
         loss = token_mean(-out.logprobs, mb.mask, mb.total_tokens)
-        return loss, {"answer/max": mb.mask.sum(1).max(), f"of_rank_{rank}": 1 / mb.total_sequences}
+        return loss, {"response/max": mb.mask.sum(1).max(), f"of_rank_{rank}": 1 / mb.total_sequences}
 
     engine = SimpleNamespace(global_sum=all_reduce, data_parallel_group=None)
     return global_loss(engine, loss_fn, out, batch)

@@ -42,6 +42,6 @@ def test_other_rows_on_another_rank_are_refused_on_all_ranks(ranks):
 
 def test_metrics_of_a_heldout_loss_are_reduced_as_in_training(ranks):
     """Maxima of ranks were added."""
-    expected = {"loss": (1 + 1 + 4 + 4) / 4, "answer/max": 2, "of_rank_0": 1 / 3, "of_rank_1": 1 / 3}
+    expected = {"loss": (1 + 1 + 4 + 4) / 4, "response/max": 2, "of_rank_0": 1 / 3, "of_rank_1": 1 / 3}
     for rank in ranks:
         assert rank["heldout_loss"] == pytest.approx(expected)

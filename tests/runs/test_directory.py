@@ -33,7 +33,7 @@ class Process:
         self.process.stdin.write(json.dumps(line) + "\n")
         self.process.stdin.flush()
 
-    def answer(self):
+    def response(self):
         return json.loads(self.process.stdout.readline())
 
     def kill(self):
@@ -79,7 +79,7 @@ def test_processes_that_start_at_once_get_directories_of_their_own(two):
     for i in range(20):
         first.ask(name=f"sweep{i}")
         second.ask(name=f"sweep{i}")
-        assert sorted([first.answer()["out"], second.answer()["out"]]) == [f"runs/sweep{i}", f"runs/sweep{i}-2"]
+        assert sorted([first.response()["out"], second.response()["out"]]) == [f"runs/sweep{i}", f"runs/sweep{i}-2"]
 
 
 def test_only_one_of_those_that_start_at_once_gets_the_directory_that_both_name(two):
@@ -88,7 +88,7 @@ def test_only_one_of_those_that_start_at_once_gets_the_directory_that_both_name(
         out = str(folder / f"named{i}")
         first.ask(out)
         second.ask(out)
-        (refused,) = [answer for answer in (first.answer(), second.answer()) if answer != {"out": out}]
+        (refused,) = [response for response in (first.response(), second.response()) if response != {"out": out}]
         assert refused["error"].endswith(" is writing a run to it; choose another --out")
 
 
@@ -97,19 +97,19 @@ def test_a_second_run_is_told_which_process_has_the_directory(two, resume):
     first, second, folder = two
     out = str(folder / f"taken-{resume}")
     first.ask(out)
-    assert first.answer() == {"out": out}
+    assert first.response() == {"out": out}
     second.ask(out, resume=resume)
     error = f"out {out!r}: process {first.pid} on {socket.gethostname()} is writing a run to it; choose another --out"
-    assert second.answer() == {"error": error}
+    assert second.response() == {"error": error}
 
 
 def test_a_run_that_another_process_writes_is_not_resumed(two):
     first, second, folder = two
     first.ask(name="live")
-    assert first.answer() == {"out": "runs/live"}
+    assert first.response() == {"out": "runs/live"}
     finish_a_run(folder / "runs" / "live")
     second.ask(name="live", resume=True)
-    assert f"process {first.pid} on " in second.answer()["error"]
+    assert f"process {first.pid} on " in second.response()["error"]
 
 
 def test_a_killed_process_holds_nothing(two):
@@ -118,14 +118,14 @@ def test_a_killed_process_holds_nothing(two):
     out = str(folder / "killed")
     with started(folder) as killed:
         killed.ask(out)
-        assert killed.answer() == {"out": out}
+        assert killed.response() == {"out": out}
         killed.send("fork")
-        child = killed.answer()["child"]
+        child = killed.response()["child"]
         try:
             killed.process.kill()
             killed.process.wait()
             first.ask(out)
-            assert first.answer() == {"out": out}
+            assert first.response() == {"out": out}
         finally:
             os.kill(child, signal.SIGKILL)
 

@@ -15,8 +15,8 @@ from rlkit.engines.distributed import init_distributed
 from rlkit.losses import token_mean
 from rlkit.report.intervals import confidence_interval, intervals
 from rlkit.runs import (
-    Answers,
     Prompts,
+    Responses,
     TrainingOptions,
     evaluate_at_start,
     evaluate_when_due,
@@ -39,7 +39,7 @@ def one_rank():
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 1), (4, 2), (5, 5), (6, 3)])
-def test_pass_at_k_is_the_share_of_all_draws_with_a_right_answer(n, k):
+def test_pass_at_k_is_the_share_of_all_draws_with_a_right_response(n, k):
     for right in range(n + 1):
         draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
         assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
@@ -101,14 +101,14 @@ def test_intervals_by_name():
     assert texts == {"accuracy_after": "1.000 (95 %: 0.510 to 1.000)", "unscored_after": "6.000", "loss_after": "2.000"}
 
 
-def test_the_interval_of_sampled_answers_counts_their_rows():
-    """Not those with a scored greedy answer."""
+def test_the_interval_of_sampled_responses_counts_their_rows():
+    """Not those with a scored greedy response."""
     right, nan = 1.0, math.nan
     rewards = [[right] * 4, [right] * 4, [nan] * 4, [right, right, nan, nan], [right, nan, nan, nan]]
     sampler = SimpleNamespace(
         cfg=SimpleNamespace(heldout_samples=4, max_new_tokens=1, temperature=1.0),
         engine=SimpleNamespace(global_sum=lambda x: x),
-        sync_and_sample=lambda *_, **__: Answers([], torch.tensor(rewards).flatten()),
+        sync_and_sample=lambda *_, **__: Responses([], torch.tensor(rewards).flatten()),
     )
     found = sampled_heldout(sampler, Prompts([], []))
     rows = {"sampled": 4, "pass@1": 4, "pass@2": 3, "pass@4": 2}
@@ -134,7 +134,7 @@ def measured(*accuracies):
             [{"step": 0, "heldout_loss": 2.0}, {"step": 5, "heldout_loss": 1.0}, {"step": 9, "heldout_loss": 1.5}],
             (5, 1),
         ),
-        ([{"step": s, "accuracy": 0.0, "heldout_loss": 3 / (s + 1)} for s in range(4)], (3, 0)),  # no exact answer
+        ([{"step": s, "accuracy": 0.0, "heldout_loss": 3 / (s + 1)} for s in range(4)], (3, 0)),  # no exact response
         (
             [
                 {"step": 0, "accuracy": 0.5, "heldout_loss": 1.0},
@@ -172,7 +172,7 @@ class Engine:
 
 def test_where_nothing_was_scored_the_line_says_so(tmp_path, capsys):
     record_evaluation(Run(tmp_path, {}), Engine(), "before", {"unscored": 32.0}, rows=32, skipped=0)
-    expected = "held-out before: no answer was scored (32 rows; generated answers without a reward: 32)\n"
+    expected = "held-out before: no response was scored (32 rows; responses without a reward: 32)\n"
     assert expected in capsys.readouterr().out
 
 
@@ -357,7 +357,7 @@ def test_evaluations_of_a_lost_continuation_are_removed_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(("start", "kept"), [(0, []), (2, [0, "0", "1"])])
-def test_answers_of_lost_steps_are_removed_before_held_out_ones_are_written(tmp_path, start, kept):
+def test_responses_of_lost_steps_are_removed_before_held_out_ones_are_written(tmp_path, start, kept):
     """Without a checkpoint the run starts again at step 0; else the evaluation after step 2 is made up for."""
     held_out, trained = '{"kind": "held-out", "step": %d}\n', '{"step": %d}\n'
     (tmp_path / SAMPLES).write_text(held_out % 0 + "".join(trained % step for step in range(4)))

@@ -83,7 +83,7 @@ def test_a_run_that_fits_has_planned_metrics(recipe, model, gpu, tmp_path, capsy
     assert set(planned) == {"train", "weight_sync", "generate"} and 0.3 < planned["train"] < 14
     said = capsys.readouterr().out
     assert said.startswith("memory: fits: ") and "GiB usable on NVIDIA Future 16GB (93% of 16.0)" in said
-    assert "4 prompts of 3584 tokens (0 of images), 16 answers of 512 tokens to each" in said
+    assert "4 prompts of 3584 tokens (0 of images), 16 responses of 512 tokens to each" in said
     monkeypatch.setattr(memory_plan, "_planned_by_command", lambda *_: pytest.fail("was planned already"))
     assert planned_memory(cfg, tmp_path) == planned
     run = Run(tmp_path, {}, planned_memory=planned)

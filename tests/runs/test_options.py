@@ -302,11 +302,11 @@ def test_a_limit_itself_is_in_range():
 
 @dataclass
 class JudgedTaskOptions(RewardOptions, TaskOptions):
-    """Options of a recipe that has answers scored."""
+    """Options of a recipe that has responses scored."""
 
 
 def test_options_of_the_chat_template_and_thinking_apart():
-    words = "--task sorting --split_thinking --answer_prefix <think> --chat_template_kwargs"
+    words = "--task sorting --split_thinking --response_prefix <think> --chat_template_kwargs"
     values = "enable_thinking False thinking_budget 12 effort 0.5 style short"
     cfg = parse_options(JudgedTaskOptions, "", [*words.split(), *values.split()])
     task = load_named_task(cfg, cfg.task)
@@ -333,7 +333,7 @@ def test_options_of_the_chat_template_and_thinking_apart():
     )
 
 
-def test_a_file_of_held_out_rows_needs_no_answers_for_a_reward_of_yours(tmp_path):
+def test_a_file_of_held_out_rows_needs_no_responses_for_a_reward_of_yours(tmp_path):
     (tmp_path / "mine.py").write_text("def long(text, row):\n    return float(len(text))\n")
     for name in ("train", "heldout"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"question": "{name}"}}\n' * 3)

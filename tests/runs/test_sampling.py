@@ -1,4 +1,4 @@
-"""What is measured of the policy's answers, against loops; `tests/recipes/test_two_ranks.py` has it on two ranks."""
+"""What is measured of the policy's responses, against loops; `tests/recipes/test_two_ranks.py` has it on two ranks."""
 
 import math
 import sys
@@ -11,12 +11,12 @@ import torch
 
 from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed
-from rlkit.runs import Answers, PolicySampler, Prompts, evaluate_heldout
-from rlkit.runs.answers import LearningWarnings, accuracy, too_few_scored
+from rlkit.runs import PolicySampler, Prompts, Responses, evaluate_heldout
+from rlkit.runs.responses import LearningWarnings, accuracy, too_few_scored
 from rlkit.vlm import load_processor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from some_answers import EVERY, expected, measure, of_a_rank
+from some_responses import EVERY, expected, measure, of_a_rank
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,26 +36,26 @@ def test_measurements_are_those_of_loops():
 
 
 def test_draws_are_added_up():
-    """As one rank's answers of several draws are."""
+    """As one rank's responses of several draws are."""
     added = of_a_rank(0, 2) + of_a_rank(1, 2)
     assert measure(added)["metrics"] == pytest.approx(expected()["metrics"]) and len(added.scored) == len(EVERY) - 3
 
 
 def unscored(count):
-    return Answers(of_a_rank(0, 1).generated[:count], torch.full((count,), math.nan))
+    return Responses(of_a_rank(0, 1).generated[:count], torch.full((count,), math.nan))
 
 
 def test_nothing_that_was_scored():
-    assert accuracy(unscored(2), same) == {"unscored": 2} and accuracy(Answers(), same) == {}
-    for answers in (unscored(2), Answers()):  # a share below 1 asks for one scored answer at least
-        assert too_few_scored(answers, same, 0.99) and not too_few_scored(answers, same, 1.0)
-    found = measure(Answers())["metrics"]
+    assert accuracy(unscored(2), same) == {"unscored": 2} and accuracy(Responses(), same) == {}
+    for responses in (unscored(2), Responses()):  # a share below 1 asks for one scored response at least
+        assert too_few_scored(responses, same, 0.99) and not too_few_scored(responses, same, 1.0)
+    found = measure(Responses())["metrics"]
     assert found["response_length/mean"] == found["response_length/truncated"] == found["unscored"] == 0
 
 
 def test_why_too_few_were_scored():
-    assert too_few_scored(unscored(2), same, 0.5) == "answers: expected at least 50% of 2 scored, got 0"
-    problem = too_few_scored(Answers(skipped=["row 3: too long", "row 4: too long"]), same, 0.5)
+    assert too_few_scored(unscored(2), same, 0.5) == "responses: expected at least 50% of 2 scored, got 0"
+    problem = too_few_scored(Responses(skipped=["row 3: too long", "row 4: too long"]), same, 0.5)
     assert problem.endswith("2 rows were skipped, the first because of row 3: too long")
 
 
@@ -77,7 +77,7 @@ def evaluating(folder, generate, reward, named):
 
 @pytest.mark.parametrize(("named", "value"), [("", None), ("mine:reward", None), ("mine:reward", 0.0)])
 def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tmp_path):
-    """A file without answers has nothing to judge with; its held-out loss is measured all the same."""
+    """A file without responses has nothing to judge with; its held-out loss is measured all the same."""
 
     def generate(prompts, sampling, n, on_finished):
         on_finished(0, of_a_rank(0, 1).generated[:2])
@@ -86,7 +86,7 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tm
     sampler, recorded, _ = evaluating(tmp_path, generate, lambda text, row: value, named)
     heldout = Prompts([prompt_sample([1])])
     if named and value is None:
-        reason = "^held-out answers: expected at least one of 2 scored, got 0: 2 x a reward of None$"
+        reason = "^held-out responses: expected at least one of 2 scored, got 0: 2 x a reward of None$"
         with pytest.raises(SystemExit, match=reason):
             evaluate_heldout(sampler, heldout, "before")
     else:
@@ -104,13 +104,13 @@ def test_a_task_without_held_out_rows_is_named(tmp_path):
     with pytest.raises(SystemExit, match="^held-out rows: expected at least one, got none; name some with --heldout$"):
         evaluate_heldout(sampler, Prompts([]), "before")
     with pytest.raises(
-        SystemExit, match="^held-out answers: expected at least one, got none: 1 rows were skipped, .* a$"
+        SystemExit, match="^held-out responses: expected at least one, got none: 1 rows were skipped, .* a$"
     ):
         evaluate_heldout(sampler, Prompts([], ["a"]), "before")
 
 
-def test_heldout_prompts_without_room_for_an_answer_get_none(tmp_path):
-    """Rows with given answers are encoded for their loss; the sampler's context of 64 tokens may hold fewer."""
+def test_heldout_prompts_without_room_for_a_response_get_none(tmp_path):
+    """Rows with given responses are encoded for their loss; the sampler's context of 64 tokens may hold fewer."""
     answered = []
 
     def generate(prompts, sampling, n, on_finished):
@@ -124,7 +124,7 @@ def test_heldout_prompts_without_room_for_an_answer_get_none(tmp_path):
         evaluate_heldout(sampler, heldout, when, heldout_loss=0.5)
     assert answered == [0, 1] * 2 and recorded["heldout"] == len(lengths)
     assert said == [
-        "held-out: 7 prompts of more than 58 tokens leave no room for an answer of 6 tokens, and get none: "
+        "held-out: 7 prompts of more than 58 tokens leave no room for a response of 6 tokens, and get none: "
         "group 2 (59), group 3 (200), group 4 (60), group 5 (60), group 6 (60), ..."
     ]
     sampler.cfg.max_new_tokens = 0
@@ -136,22 +136,22 @@ def test_heldout_prompts_without_room_for_an_answer_get_none(tmp_path):
     ("rewards", "shown"),
     [([1.0, 1.0], "1.000 (95 %: 0.342 to 1.000)"), ([0.0, 1.0], "0.500 (95 %: 0.095 to 0.905)")],
 )
-def test_the_interval_of_an_accuracy_counts_rows_with_an_answer(rewards, shown, tmp_path):
-    """Wilson's interval of two rows, where 98 of 100 leave no room for an answer."""
+def test_the_interval_of_an_accuracy_counts_rows_with_a_response(rewards, shown, tmp_path):
+    """Wilson's interval of two rows, where 98 of 100 leave no room for a response."""
 
     def generate(prompts, sampling, n, on_finished):
-        answers = [
+        responses = [
             append_response(prompt, [5], [0.0], finish_reason="stop", text=str(prompt.group_id)) for prompt in prompts
         ]
-        for i, answer in enumerate(answers):
-            on_finished(i, [answer])
-        return answers
+        for i, response in enumerate(responses):
+            on_finished(i, [response])
+        return responses
 
     sampler, recorded, said = evaluating(tmp_path, generate, lambda text, row: rewards[int(text)], "")
     sampler.run.is_main_process = True
     heldout = Prompts([replace(prompt_sample([1] * n), group_id=i) for i, n in enumerate((10, 20) + (60,) * 98)])
     evaluate_heldout(sampler, heldout, "after")
-    assert said == [f"held-out after: accuracy {shown} (100 rows; rows without an answer: 98)"]
+    assert said == [f"held-out after: accuracy {shown} (100 rows; rows without a response: 98)"]
     assert recorded["unanswered_after"] == 98 and recorded["heldout"] == 100
 
 
@@ -171,28 +171,28 @@ def test_prompts_beyond_the_samplers_context_are_skipped(tiny_dir, most):
 
 
 def warnings(steps, *, finish="stop", group_size=2, prompts=(0, 0), **options):
-    """What a run says of two answers, to one prompt unless others are given, whose rewards in each step are given."""
+    """What a run says of two responses, to one prompt unless others are given, whose rewards in each step are given."""
     said = []
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=group_size)
     engine = SimpleNamespace(global_sum=same, data_parallel_group=None)
     run, rollout = SimpleNamespace(print=said.append, is_main_process=False), SimpleNamespace(generate=None)
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout, **options)
-    answer = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish)
+    response = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish)
     for rewards in steps:
-        answers = Answers([replace(answer, group_id=i) for i in prompts], torch.tensor(rewards))
-        metrics = sampler.metrics(answers)
-        assert sampler.metrics(answers) == metrics  # which says and counts nothing
-        sampler.report(answers, metrics)
+        responses = Responses([replace(response, group_id=i) for i in prompts], torch.tensor(rewards))
+        metrics = sampler.metrics(responses)
+        assert sampler.metrics(responses) == metrics  # which says and counts nothing
+        sampler.report(responses, metrics)
     return said
 
 
 def test_a_run_that_cannot_learn_is_told_why_once():
     equal, different = [1.0, 1.0], [0.0, 1.0]
     (said,) = warnings([equal] * 30)
-    assert said.startswith("warning: the answers to each prompt have had equal rewards for 10 steps")
+    assert said.startswith("warning: the responses to each prompt have had equal rewards for 10 steps")
     assert warnings([*[equal] * 9, different, *[equal] * 9]) == []
     assert warnings([equal] * 30, group_size=1) == []  # nothing is compared
-    cut = "warning: 100% of the answers are truncated at --max_new_tokens 6: raise it"
+    cut = "warning: 100% of the responses are truncated at --max_new_tokens 6: raise it"
     assert warnings([different] * 3, finish="length") == [cut]
 
 
@@ -201,7 +201,7 @@ def test_equal_rewards_are_those_that_the_recipe_compares():
     assert warnings([equal] * 30, compares="nothing") == []  # distillation does not train on rewards
     (said,) = warnings([equal] * 30, compares="batch", prompts=(0, 1), group_size=1)
     assert said.startswith(
-        "warning: all answers have had equal rewards for 10 steps, from which little or nothing is learned"
+        "warning: all responses have had equal rewards for 10 steps, from which little or nothing is learned"
     )
     solved_or_not = {"prompts": (0, 1), "compares": "batch"}  # PPO learns from the difference of two prompts
     assert warnings([different] * 30, **solved_or_not) == [] and len(warnings([different] * 30, prompts=(0, 1))) == 1
@@ -213,9 +213,9 @@ def test_the_warning_of_cut_episodes_names_the_limits_of_a_turn_and_of_an_episod
     for max_turns in (1, 3):
         cfg = SimpleNamespace(max_turns=max_turns, **limits)
         LearningWarnings(cfg, SimpleNamespace(print=said.append)).check({"response_length/truncated": 0.6})
-    assert said[0] == "warning: 60% of the answers are truncated at --max_new_tokens 6: raise it"
+    assert said[0] == "warning: 60% of the responses are truncated at --max_new_tokens 6: raise it"
     assert said[1].startswith(
-        "warning: 60% of the answers are truncated at --max_new_tokens 6 in a turn, or do not fit into "
+        "warning: 60% of the responses are truncated at --max_new_tokens 6 in a turn, or do not fit into "
     )
     assert "--max_response_tokens 20 " in said[1]
 

@@ -25,15 +25,15 @@ def config(**options):
 
 @pytest.fixture(scope="module")
 def batch():
-    """Two or three answers to each of seven prompts."""
+    """Two or three responses to each of seven prompts."""
     init_distributed("cpu")
     rng = np.random.default_rng(0)
     samples = []
     for group in range(7):
         prompt = prompt_sample(rng.integers(1, 30, 4).tolist(), group_id=group)
         for _ in range(2 + group % 2):
-            answer = rng.integers(1, 30, rng.integers(1, 6)).tolist()
-            samples.append(append_response(prompt, answer, [-3.4] * len(answer)))
+            response = rng.integers(1, 30, rng.integers(1, 6)).tolist()
+            samples.append(append_response(prompt, response, [-3.4] * len(response)))
     batch = collate(samples)
     return batch.add(advantages=torch.randn(len(batch), generator=torch.Generator().manual_seed(0)))
 
@@ -42,7 +42,7 @@ def groups(batch, *arguments, **options):
     return [part.group_ids.unique().tolist() for part in mini_batches(batch, *arguments, **options)]
 
 
-def test_every_pass_has_each_prompt_once_with_all_of_its_answers(batch):
+def test_every_pass_has_each_prompt_once_with_all_of_its_responses(batch):
     parts = list(mini_batches(batch, config(), 5, ONE_RANK))
     assert len(parts) == 6
     for of_pass in (parts[:3], parts[3:]):

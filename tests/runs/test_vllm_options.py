@@ -93,7 +93,7 @@ def test_a_share_that_is_given_counts(monkeypatch):
         ("sft", ["--max_new_tokens", 512], None),
     ],
 )
-def test_the_longest_sequence_follows_from_prompt_and_answer(monkeypatch, recipe, arguments, longest):
+def test_the_longest_sequence_follows_from_prompt_and_response(monkeypatch, recipe, arguments, longest):
     cfg = options(recipe, *arguments, "--rollout", "vllm")
     assert longest_sequence(cfg) == longest
     assert started_with(monkeypatch, cfg, engine(1)).get("max_model_len") == longest
@@ -109,7 +109,7 @@ def test_vllm_has_room_for_an_adapter_that_is_sent_alone(monkeypatch, rank, room
     assert "enable_lora" not in vllm_options(merged, []) and adapter_flags(merged) == []
 
 
-def test_a_server_of_the_run_has_room_for_a_prompt_and_its_answer():
+def test_a_server_of_the_run_has_room_for_a_prompt_and_its_response():
     limited = options("grpo_async", "--max_prompt_tokens", 100, "--max_new_tokens", 20)
     unlimited, phi3 = options("grpo_async", "--max_new_tokens", 20), AutoConfig.for_model("phi3")
     assert length_flags(limited, phi3) == ["--max-model-len", "120"] and length_flags(unlimited, phi3) == []

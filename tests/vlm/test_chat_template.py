@@ -8,7 +8,7 @@ from PIL import Image
 from rlkit.data import Task, collate, prompt_sample, with_prompt
 from rlkit.data.formats import chat_row, pair_row
 from rlkit.rewards import exact_match, without_thinking
-from rlkit.vlm import encode_answers, encode_chat, encode_observation, encode_prompt, load_processor, render
+from rlkit.vlm import encode_chat, encode_observation, encode_prompt, encode_responses, load_processor, render
 from rlkit.vlm.chat_template import check_template_options
 
 
@@ -69,19 +69,19 @@ def test_every_turn_of_the_assistant_is_trained_and_nothing_else(processor):
     assert prompt.row["question"] == "And"
 
 
-def test_answers_of_a_pair_share_their_prompt(processor):
+def test_responses_of_a_pair_share_their_prompt(processor):
     row = {"question": "What?", "chosen": "4", "rejected": "seven", "images": [Image.new("RGB", (56, 56))]}
     prompt = encode_prompt(processor, pair_row(row))
-    answers = [prompt.row["chosen"], prompt.row["rejected"]]
-    chosen, rejected = encode_answers(prompt, processor, answers, end_of(processor), 200)
+    responses = [prompt.row["chosen"], prompt.row["rejected"]]
+    chosen, rejected = encode_responses(prompt, processor, responses, end_of(processor), 200)
     assert [text for trained, text in texts(processor, chosen) if trained] == ["4<|im_end|>"]
     assert [text for trained, text in texts(processor, rejected) if trained] == ["seven<|im_end|>"]
     assert chosen.vision["pixel_values"] is rejected.vision["pixel_values"]  # and so is computed once
     whole = encode_chat(encode_prompt(processor, chat_row({**row, "answer": "4"})), processor, end_of(processor), 200)
     assert whole.token_ids == chosen.token_ids and whole.mask == chosen.mask
     n = len(whole.token_ids)
-    with pytest.raises(ValueError, match=f"expected at most {n - 1} tokens with the answer, got {n}"):
-        encode_answers(prompt, processor, ["4"], end_of(processor), n - 1)
+    with pytest.raises(ValueError, match=f"expected at most {n - 1} tokens with the response, got {n}"):
+        encode_responses(prompt, processor, ["4"], end_of(processor), n - 1)
 
 
 def test_plain_text_has_no_template_and_an_end(processor):
@@ -91,30 +91,30 @@ def test_plain_text_has_no_template_and_an_end(processor):
     assert processor.tokenizer.decode(sample.token_ids) == "What digit is this?<|im_end|>"
     assert sample.mask == [False] + [True] * (len(sample.mask) - 1)  # nothing predicts the first
     collate([sample])
-    with pytest.raises(ValueError, match="^row 1: expected at most 2 tokens with the answer, got"):
+    with pytest.raises(ValueError, match="^row 1: expected at most 2 tokens with the response, got"):
         encode_chat(prompt, processor, end_of(processor), 2)
 
 
-def test_thinking_that_the_prompt_opens_is_not_scored_as_the_answer(tiny_dir):
+def test_thinking_that_the_prompt_opens_is_not_scored_as_the_response(tiny_dir):
     processor = load_processor(tiny_dir)
     row = chat_row({"question": "What?", "answer": "4"})
     reward = without_thinking(exact_match)
-    opened = encode_prompt(processor, {**row, "answer_prefix": "<think>\n"}).row
-    closed = encode_prompt(processor, {**row, "answer_prefix": "<think></think>"}).row
+    opened = encode_prompt(processor, {**row, "response_prefix": "<think>\n"}).row
+    closed = encode_prompt(processor, {**row, "response_prefix": "<think></think>"}).row
     assert "thinking_opened" not in row and "thinking_opened" not in closed and reward("4", closed) == 1
     other = {**row, "thinking_tags": ["[THINK]", "[/THINK]"]}
-    prompts = [encode_prompt(processor, {**other, "answer_prefix": text}).row for text in ("[THINK]\n", "<think>\n")]
+    prompts = [encode_prompt(processor, {**other, "response_prefix": text}).row for text in ("[THINK]\n", "<think>\n")]
     assert ["thinking_opened" in one for one in prompts] == [True, False] and reward("4", prompts[0]) == 0
     processor.chat_template += "{%- if add_generation_prompt %}{{ '<think>\n' }}{%- endif %}"
     for thinking_row in (opened, encode_prompt(processor, row).row):
         assert [reward(text, thinking_row) for text in ("4", "hm</think>4", "4</think>5")] == [0, 1, 0]
 
 
-def test_an_answer_prefix_is_of_the_prompt(processor):
-    row = {**chat_row({"question": "What?", "answer": "4"}), "answer_prefix": "It is "}
+def test_a_response_prefix_is_of_the_prompt(processor):
+    row = {**chat_row({"question": "What?", "answer": "4"}), "response_prefix": "It is "}
     prompt = encode_prompt(processor, row)
     assert texts(processor, prompt)[0][1].endswith("<|im_start|>assistant\nIt is ")
-    (sample,) = encode_answers(prompt, processor, ["4"], end_of(processor), 200)
+    (sample,) = encode_responses(prompt, processor, ["4"], end_of(processor), 200)
     whole = encode_chat(prompt, processor, end_of(processor), 200)
     for one in (sample, whole):
         assert [text for trained, text in texts(processor, one) if trained] == ["4<|im_end|>"]
@@ -192,7 +192,7 @@ def plain(messages):
 
 
 def forgetful(messages):
-    """Earlier answers are left out, as templates of reasoning models do with their thoughts."""
+    """Earlier responses are left out, as templates of reasoning models do with their thoughts."""
     return plain([m for i, m in enumerate(messages) if m["role"] == "user" or i + 1 == len(messages)])
 
 
@@ -214,21 +214,21 @@ def test_render_gives_each_kind_its_contents(processor):
 
 def test_an_end_token_is_added_where_the_template_writes_none():
     prompt = prompt_sample([ord(letter) for letter in "U:QA:"], row={"messages": [user("Q")]})
-    (sample,) = encode_answers(prompt, Template(plain), ["yes"], [0], 50)
+    (sample,) = encode_responses(prompt, Template(plain), ["yes"], [0], 50)
     assert sample.response_ids == [*map(ord, "yes"), 0]
-    (sample,) = encode_answers(prompt, Template(plain), ["yes!"], [ord("!")], 50)
+    (sample,) = encode_responses(prompt, Template(plain), ["yes!"], [ord("!")], 50)
     assert sample.response_ids == [*map(ord, "yes!")]
 
 
 def test_a_template_that_rewrites_the_chat_is_an_error():
     row = {"where": "row 5", "messages": [user("Q"), assistant("a"), user("R")], "completion": "b"}
-    with pytest.raises(ValueError, match="row 5: expected a chat template that keeps an answer when messages follow"):
+    with pytest.raises(ValueError, match="row 5: expected a chat template that keeps a response when messages follow"):
         encode_chat(prompt_sample([1], row=row), Template(forgetful), [0], 50)
     with pytest.raises(
-        ValueError, match="row 5: expected a chat template that keeps the prompt when an answer follows"
+        ValueError, match="row 5: expected a chat template that keeps the prompt when a response follows"
     ):
-        encode_answers(prompt_sample([1], row=row), Template(lambda m: str(len(m)) + plain(m)), ["a"], [0], 50)
-    with pytest.raises(ValueError, match="row 5: expected an answer to train on, got None"):
+        encode_responses(prompt_sample([1], row=row), Template(lambda m: str(len(m)) + plain(m)), ["a"], [0], 50)
+    with pytest.raises(ValueError, match="row 5: expected a response to train on, got None"):
         encode_chat(prompt_sample([1], row={**row, "completion": None}), Template(plain), [0], 50)
 
 
@@ -239,7 +239,7 @@ THINKS = (  # Qwen3's: no thinking is an empty thought
 )
 
 
-def test_options_of_the_template_reach_prompts_answers_and_replies(tiny_dir):
+def test_options_of_the_template_reach_prompts_responses_and_replies(tiny_dir):
     tokenizer = load_processor(tiny_dir).tokenizer
     tokenizer.chat_template = THINKS
     row = chat_row({"question": "2 + 2?", "answer": "4"})
@@ -256,8 +256,8 @@ def test_options_of_the_template_reach_prompts_answers_and_replies(tiny_dir):
     options = {"chat_template_kwargs": {"enable_thinking": False}}
     reply = encode_observation(tokenizer, [user("2 + 2?")], user("Sure?"), **options)
     assert tokenizer.decode(reply.token_ids) == "\n" + opened.replace("2 + 2?", "Sure?") + empty
-    (answer,) = encode_answers(prompt, tokenizer, ["4"], [tokenizer.eos_token_id], 99)
-    assert tokenizer.decode(answer.token_ids) == opened + empty + "4<|im_end|>"  # the template leaves out the thought
+    (response,) = encode_responses(prompt, tokenizer, ["4"], [tokenizer.eos_token_id], 99)
+    assert tokenizer.decode(response.token_ids) == opened + empty + "4<|im_end|>"  # the template leaves out the thought
 
 
 def test_an_option_that_the_template_does_not_have_is_named(processor):
@@ -339,14 +339,14 @@ def test_several_templates_by_name_and_none(tiny_dir):
         encode_prompt(tokenizer, {"question": "2?"})
 
 
-def test_an_answer_ends_without_an_end_token_of_the_tokenizer(tiny_dir):
+def test_a_response_ends_without_an_end_token_of_the_tokenizer(tiny_dir):
     """Then the model's generation config names the end, and the template may write none."""
     tokenizer = load_processor(tiny_dir).tokenizer
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     (end,) = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
     tokenizer.eos_token = None
     prompt = encode_prompt(tokenizer, {"question": "2?"})
-    (sample,) = encode_answers(prompt, tokenizer, ["4"], [end], 99)
+    (sample,) = encode_responses(prompt, tokenizer, ["4"], [end], 99)
     assert sample.token_ids[-1] == end and sample.mask[-1]
     chat = encode_chat(prompt_sample([1], row={"plain_text": "2 4"}), tokenizer, [end], 99)
     assert chat.token_ids[-1] == end
@@ -402,7 +402,7 @@ def test_thinking_in_a_field_is_trained_or_refused(tiny_dir):
     assert trained(own, row) == ["<think>\nhm\n</think>\n\nfour<|im_end|>"]
     assert trained(own, {"messages": [user("2+2?"), assistant("<think>hm</think>four")]}) == trained(own, row)
     pair = pair_row({"prompt": [user("2+2?")], "chosen": row["messages"][1:], "rejected": [assistant("five")]})
-    (chosen,) = encode_answers(encode_prompt(own, pair), own, [pair["chosen"]], [own.eos_token_id], 99)
+    (chosen,) = encode_responses(encode_prompt(own, pair), own, [pair["chosen"]], [own.eos_token_id], 99)
     assert own.decode(chosen.response_ids) == "<think>\nhm\n</think>\n\nfour<|im_end|>"
     plain = reader(tiny_dir, PLAIN)
     found = refusal(plain, row)
@@ -501,7 +501,7 @@ def test_ids_that_a_template_writes_in_place_of_names_are_explained(tiny_dir):
     )
 
 
-def test_the_text_of_an_answer_is_looked_up_in_its_own_turn(tiny_dir):
+def test_the_text_of_a_response_is_looked_up_in_its_own_turn(tiny_dir):
     """Not in the prompt, where the same word may stand."""
     deaf = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"))
     row = {"messages": [user("What is four, hm?"), assistant("four")]}
@@ -513,7 +513,7 @@ def test_the_text_of_an_answer_is_looked_up_in_its_own_turn(tiny_dir):
     assert refusal(plain, row).startswith("row 6: messages[1].reasoning_content: expected")
 
 
-def test_an_answer_is_as_it_would_be_sampled_where_the_template_changes_it(tiny_dir):
+def test_a_response_is_as_it_would_be_sampled_where_the_template_changes_it(tiny_dir):
     """R1's prompt opens a thought and its template removes thoughts; Gemma 4's removes those between its own tags."""
     drops = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
     opens = reader(tiny_dir, drops.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
@@ -521,7 +521,7 @@ def test_an_answer_is_as_it_would_be_sampled_where_the_template_changes_it(tiny_
         assert trained(opens, {"messages": [user("2+2?"), assistant(said)]}) == ["hm</think>four<|im_end|>"]
     found = refusal(opens, {"messages": [user("2+2?"), assistant("four")]})
     assert "ends the thinking which the prompt begins, got one without '</think>'; " in found
-    closes = {**chat_row({"question": "2+2?", "answer": "four"}), "answer_prefix": "</think>"}
+    closes = {**chat_row({"question": "2+2?", "answer": "four"}), "response_prefix": "</think>"}
     assert trained(opens, closes) == ["four<|im_end|>"]
     gemma = reader(tiny_dir, PLAIN.replace("{{ m.content }}", "{{ m.content.split('<channel|>')[-1] }}"))
     row = {"messages": [user("2+2?"), assistant("<|channel>hm<channel|>four")]}
@@ -530,13 +530,13 @@ def test_an_answer_is_as_it_would_be_sampled_where_the_template_changes_it(tiny_
     shut = reader(tiny_dir, drops.replace("assistant\n{% endif", "assistant\n<think></think>{% endif"))
     assert trained(shut, {"messages": [user("2+2?"), assistant("four")]}) == ["four<|im_end|>"]
     found = refusal(shut, {"messages": [user("2+2?"), assistant("hm</think>four")]})
-    assert "expected an answer without thinking after a prompt that ends with '</think>'" in found
+    assert "expected a response without thinking after a prompt that ends with '</think>'" in found
     wraps = reader(tiny_dir, drops.replace("{{ m.content", "{{ 'SAYS ' if m.role == 'assistant' }}{{ m.content"))
     assert "got a text without 'hm'" in refusal(wraps, {"messages": [user("2+2?"), assistant("hm</think>four")]})
 
 
-def test_an_answer_as_it_is_has_the_white_space_that_the_template_writes_before_answers(tiny_dir):
-    """Mistral's prompt ends with [/INST], and answers begin with a space."""
+def test_a_response_as_it_is_has_the_white_space_that_the_template_writes_before_responses(tiny_dir):
+    """Mistral's prompt ends with [/INST], and responses begin with a space."""
     mistral = reader(tiny_dir, (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %}"
         "{{ ' ' + m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
@@ -544,10 +544,10 @@ def test_an_answer_as_it_is_has_the_white_space_that_the_template_writes_before_
     assert trained(mistral, {"messages": [user("2+2?"), assistant("four")]}) == [" four<|im_end|>"]
     thinks = {"messages": [user("2+2?"), assistant("<think>hm</think>four")]}
     assert trained(mistral, thinks) == [" <think>hm</think>four<|im_end|>"]
-    assert trained(mistral, {**chat_row(thinks), "answer_prefix": " "}) == ["<think>hm</think>four<|im_end|>"]
+    assert trained(mistral, {**chat_row(thinks), "response_prefix": " "}) == ["<think>hm</think>four<|im_end|>"]
 
 
-def test_an_answer_that_the_template_refuses_is_refused(tiny_dir):
+def test_a_response_that_the_template_refuses_is_refused(tiny_dir):
     refuses = "{% if m.content | length > 30 %}{{ raise_exception('too long') }}{% endif %}{{ m.content }}"
     strict = reader(tiny_dir, PLAIN.replace("{{ m.content }}", refuses))
     assert trained(strict, {"messages": [user("2+2?"), assistant("four")]}) == ["four<|im_end|>"]
@@ -555,17 +555,17 @@ def test_an_answer_that_the_template_refuses_is_refused(tiny_dir):
     assert found == "row 6: chat template: too long"
 
 
-def test_errors_name_the_column_of_an_answer(tiny_dir):
+def test_errors_name_the_column_of_a_response(tiny_dir):
     plain = reader(tiny_dir, PLAIN)
     thinks = [{**assistant("four"), "reasoning_content": "hm"}]
     for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
         pair = pair_row({"prompt": [user("2+2?")], name: thinks, other: [assistant("five")]})
         with pytest.raises(ValueError, match=f"^row: {name}.reasoning_content: expected a chat template that writes"):
-            encode_answers(encode_prompt(plain, pair), plain, [pair["chosen"], pair["rejected"]], [0], 99)
+            encode_responses(encode_prompt(plain, pair), plain, [pair["chosen"], pair["rejected"]], [0], 99)
 
 
-def test_an_answer_ends_with_the_token_that_the_template_writes_next(tiny_dir):
-    """In GLM-4.5 that is the role of the next message, and nothing ends the last answer."""
+def test_a_response_ends_with_the_token_that_the_template_writes_next(tiny_dir):
+    """In GLM-4.5 that is the role of the next message, and nothing ends the last response."""
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}C{{ c.function.name }}"
         "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -592,11 +592,11 @@ def test_a_last_message_may_end_otherwise_than_earlier_ones(tiny_dir):
     assert phi.decode(found.token_ids) == "\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_last_answer_alone_is_trained(tiny_dir):
+def test_the_last_response_alone_is_trained(tiny_dir):
     chat = {"messages": [user("1"), assistant("<think>hm</think>one"), user("2"), assistant("two")]}
     own = reader(tiny_dir, OWN_THINKING)
     found = refusal(own, chat)
-    assert "keeps an answer when messages follow" in found and "--train_on last" in found
+    assert "keeps a response when messages follow" in found and "--train_on last" in found
     assert trained(own, chat, last_only=True) == ["<think>\n\n</think>\n\ntwo<|im_end|>"]
 
 

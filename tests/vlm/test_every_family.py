@@ -43,9 +43,9 @@ from rlkit.rollout.vllm_requests import (  # noqa: E402
     vision_chunk_prompt,
 )
 from rlkit.vlm import (  # noqa: E402
-    encode_answers,
     encode_chat,
     encode_prompt,
+    encode_responses,
     encoder_modules,
     freeze,
     load_processor,
@@ -199,10 +199,10 @@ def positions(sample, spec):
 
 @cache
 def batch(family):
-    """Two answers to each."""
+    """Two responses to each."""
     g = torch.Generator().manual_seed(0)
-    answers = [torch.randint(60, 90, (1 + i % 4,), generator=g).tolist() for i in range(6)]
-    samples = [append_response(prompts(family)[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)]
+    responses = [torch.randint(60, 90, (1 + i % 4,), generator=g).tolist() for i in range(6)]
+    samples = [append_response(prompts(family)[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(responses)]
     return collate(samples, advantages=torch.randn(6, generator=g))
 
 
@@ -345,7 +345,7 @@ def test_tokens_of_smolvlms_videos_are_the_processors_own():
     assert "how You are" in text and "is <image> You are" in text and "<video>" not in text
 
 
-def test_a_chat_with_videos_of_smolvlm_is_trained_on_its_answers():
+def test_a_chat_with_videos_of_smolvlm_is_trained_on_its_responses():
     """The template of such a chat is not that of the model, but one in transformers."""
     processor, end = reader("smolvlm"), reader("smolvlm").tokenizer.convert_tokens_to_ids("<end_of_utterance>")
     video, text = {"type": "video"}, {"type": "text", "text": "how many"}
@@ -361,7 +361,7 @@ def test_a_chat_with_videos_of_smolvlm_is_trained_on_its_answers():
     check_sample(sample)
     assert sample.token_ids[: len(prompt.token_ids)] == prompt.token_ids
     assert processor.tokenizer.decode(sample.response_ids) == " digit<end_of_utterance> user<end_of_utterance>"
-    (short,) = encode_answers(prompt, processor, ["user"], [end], 500)
+    (short,) = encode_responses(prompt, processor, ["user"], [end], 500)
     assert short.token_ids == sample.token_ids
 
 
@@ -646,12 +646,12 @@ def kimi_embeddings(base, ids, vision):
 
 
 def moved_by_packed_rows(family, prompts):
-    """Names of the parameters that a step moves: two answers to each prompt, with shared prompts.
+    """Names of the parameters that a step moves: two responses to each prompt, with shared prompts.
 
     Logprobs and gradients are those of transformers' forward of one row after another.
     """
-    answers = [[70, 71], [72], [73, 74, 75], [76], [77], [78, 79]][: 2 * len(prompts)]
-    samples = [append_response(prompts[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)]
+    responses = [[70, 71], [72], [73, 74, 75], [76], [77], [78, 79]][: 2 * len(prompts)]
+    samples = [append_response(prompts[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(responses)]
     rows = collate(samples, advantages=torch.tensor([1.0, -2.0, 0.5, 1.5, -0.5, 1.0])[: len(samples)])
     base = model(family)
     expected = []
@@ -665,8 +665,8 @@ def moved_by_packed_rows(family, prompts):
     trained = engine(model(family))
     scored = trained.infer_batch(rows)["logprobs"]
     for row, mask, logprobs in zip(scored, rows.mask, expected, strict=True):
-        answer = mask[1 : 1 + len(logprobs)]
-        torch.testing.assert_close(row[mask], logprobs[answer], atol=1e-5, rtol=1e-5)
+        response = mask[1 : 1 + len(logprobs)]
+        torch.testing.assert_close(row[mask], logprobs[response], atol=1e-5, rtol=1e-5)
     before = parameters(trained)
     trained.train_batch(rows, lambda out, mb: ((mb.advantages[:, None] * out.logprobs * mb.mask).sum(), {}))
     after = parameters(trained)
@@ -679,7 +679,7 @@ def moved_by_packed_rows(family, prompts):
 
 
 @pytest.mark.parametrize("family", SEES)
-def test_a_chat_is_trained_on_its_answers(family):
+def test_a_chat_is_trained_on_its_responses(family):
     """Text of a template that reads parts alone is not lost, and the mask counts what an image expands to."""
     processor = reader(family)
     messages = [
@@ -694,7 +694,7 @@ def test_a_chat_is_trained_on_its_answers(family):
     check_sample(sample)
     assert sample.token_ids[: len(prompt.token_ids)] == prompt.token_ids
     assert processor.tokenizer.decode(sample.response_ids) == "digit<|im_end|>user<|im_end|>"
-    (short,) = encode_answers(prompt, processor, ["user"], ends, 200)
+    (short,) = encode_responses(prompt, processor, ["user"], ends, 200)
     assert short.token_ids == sample.token_ids[: len(short.token_ids)]
 
 
@@ -868,8 +868,8 @@ def test_rope_that_changes_with_the_longest_sequence(way):
     for lengths in ([20, 32], [20, 33]):
         g = torch.Generator().manual_seed(0)
         start = prompt_sample(torch.randint(3, 80, (8,), generator=g).tolist())
-        answers = [torch.randint(3, 80, (n - 8,), generator=g).tolist() for n in lengths]
-        rows = collate([append_response(start, answer, [-1.0] * len(answer)) for answer in answers])
+        responses = [torch.randint(3, 80, (n - 8,), generator=g).tolist() for n in lengths]
+        rows = collate([append_response(start, response, [-1.0] * len(response)) for response in responses])
         weights = torch.ones(rows.tokens.shape)
         if max(lengths) > 32:
             expected = "^lengths: expected at most 32 tokens .* llama.*, got sequences of 20 to 33 tokens"

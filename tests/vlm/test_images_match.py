@@ -29,11 +29,11 @@ GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and
 SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "paddleocr_vl"]
 SIZES += ["llava_next_video", *PLAIN_GRIDS]
 VIDEO, AUDIO = 95, 96
-ANSWER = [7, 8]
+RESPONSE = [7, 8]
 
 
 def sample(family, images=1, cut=0, **changed):
-    """A row with so many images, of whose tokens some are missing, and an answer."""
+    """A row with so many images, of whose tokens some are missing, and a response."""
     _, count, shape = VISION[family]
     tensors = {"pixel_values": torch.randn(shape), **layout_of_image(family, shape)}
     apart = int(len(shape) == 5 and "image_sizes" not in tensors)
@@ -41,7 +41,7 @@ def sample(family, images=1, cut=0, **changed):
     ids = [3, 4, *[91, *[IMAGE] * count, 92] * max(images, 1)]
     ids = ids[: len(ids) - cut] if cut else ids
     ids = ids if images or changed.pop("stray", False) else [3, 4]
-    return append_response(prompt_sample(ids, vision={**tensors, **changed}, group_id=5), ANSWER, [-1.0] * 2)
+    return append_response(prompt_sample(ids, vision={**tensors, **changed}, group_id=5), RESPONSE, [-1.0] * 2)
 
 
 def engine(model):
@@ -141,7 +141,7 @@ def test_another_rows_images_are_not_taken(family):
     """As many tokens as features over all rows, and wrong in two: a model would not notice."""
     few, many = sample(family, images=2, cut=VISION[family][1] + 2), sample(family)
     many = append_response(
-        prompt_sample([*many.token_ids[:-2], *many.token_ids[2:-2]], vision=many.vision), ANSWER, [-1.0] * 2
+        prompt_sample([*many.token_ids[:-2], *many.token_ids[2:-2]], vision=many.vision), RESPONSE, [-1.0] * 2
     )
     batch = collate([few, many])
     assert (batch.tokens == IMAGE).sum() == 3 * VISION[family][1]
@@ -172,7 +172,7 @@ def video(family, **times):
     """Two frames of one token each."""
     frames = torch.randn(8, VISION[family][2][1])
     vision = {"pixel_values_videos": frames, "video_grid_thw": torch.tensor([[2, 2, 2]]), **times}
-    return append_response(prompt_sample([3, 91, VIDEO, VIDEO, 92], vision=vision, group_id=5), ANSWER, [-1.0] * 2)
+    return append_response(prompt_sample([3, 91, VIDEO, VIDEO, 92], vision=vision, group_id=5), RESPONSE, [-1.0] * 2)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_an_audio_of_another_length_than_its_tokens_is_named(family):
 
     def hearing(tokens, **vision):
         start = prompt_sample([3, 93, *[AUDIO] * tokens, 94], vision=vision, group_id=5)
-        return append_response(start, ANSWER, [-1.0] * 2)
+        return append_response(start, RESPONSE, [-1.0] * 2)
 
     fits = hearing(count, input_features=features, **{name: mask})
     check_image_tokens(collate([good, fits]), vision_model(family).config)
@@ -225,7 +225,7 @@ def test_an_audio_for_a_model_without_an_audio_tower_is_named():
     config = vision_model("gemma4").config
     config.audio_config = None
     vision = {"input_features": torch.randn(1, 8, 8), "input_features_mask": torch.ones(1, 8, dtype=torch.bool)}
-    row = append_response(prompt_sample([3, AUDIO, AUDIO, 4], vision=vision), ANSWER, [-1.0] * 2)
+    row = append_response(prompt_sample([3, AUDIO, AUDIO, 4], vision=vision), RESPONSE, [-1.0] * 2)
     error = "^row 0 .*: audios: expected none, as the config of this gemma4 has no audio_config, got 1"
     with pytest.raises(ValueError, match=error):
         check_image_tokens(collate([row]), config)
@@ -236,9 +236,9 @@ def test_a_family_without_absolute_time_wants_none(family):
     ids = [3, 91, VIDEO, VIDEO, 92] if family == "qwen2_vl" else [3, 91, VIDEO, 92, 91, VIDEO, 92]
     ids = [3, 93, 91, IMAGE, 92, 91, IMAGE, 92, 94] if family.startswith("glm") else ids
     config, vision = vision_model(family).config, video(family).vision
-    check_image_tokens(collate([append_response(prompt_sample(ids, vision=vision), ANSWER, [-1.0] * 2)]), config)
+    check_image_tokens(collate([append_response(prompt_sample(ids, vision=vision), RESPONSE, [-1.0] * 2)]), config)
     del ids[ids.index(IMAGE if family.startswith("glm") else VIDEO)]
-    short = collate([append_response(prompt_sample(ids, vision=vision), ANSWER, [-1.0] * 2)])
+    short = collate([append_response(prompt_sample(ids, vision=vision), RESPONSE, [-1.0] * 2)])
     kind = "image" if family.startswith("glm") else "video"
     with pytest.raises(ValueError, match=rf"row 0 .*: {kind} tokens: expected 2 for 1 {kind}s, got 1"):
         check_image_tokens(short, config)
@@ -251,7 +251,7 @@ def test_a_missing_token_of_gemma4s_video_is_named():
     vision["num_frames_per_video"] = torch.tensor([2])
     for count in (2, 1):
         ids = [3, *[config.video_token_id] * count, 4]
-        rows = collate([append_response(prompt_sample(ids, vision=vision), ANSWER, [-1.0] * 2)])
+        rows = collate([append_response(prompt_sample(ids, vision=vision), RESPONSE, [-1.0] * 2)])
         if count == 2:
             check_image_tokens(rows, config)
         else:

@@ -46,11 +46,11 @@ def transformers_own(factors):
 
 
 def rows_of(lengths):
-    """Answers to one prompt."""
+    """Responses to one prompt."""
     g = torch.Generator().manual_seed(0)
     start = prompt_sample(torch.randint(3, 80, (PROMPT,), generator=g).tolist())
-    answers = [torch.randint(3, 80, (n - PROMPT,), generator=g).tolist() for n in lengths]
-    return collate([append_response(start, answer, [-1.0] * len(answer)) for answer in answers])
+    responses = [torch.randint(3, 80, (n - PROMPT,), generator=g).tolist() for n in lengths]
+    return collate([append_response(start, response, [-1.0] * len(response)) for response in responses])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_options_of_recipes_say_how_long_sequences_become(recipe, options, longe
     assert context_length(engine, SimpleNamespace()) == context
     if recipe != "evaluate":
         workload = longest_batch(cfg, config, 1, None)
-        assert workload.prompt + workload.answer == (longest or 32)
+        assert workload.prompt + workload.response == (longest or 32)
 
 
 @pytest.mark.parametrize(

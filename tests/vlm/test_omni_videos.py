@@ -16,7 +16,7 @@ from test_audios import OMNI, loudest, tone
 from test_videos import film
 
 from rlkit.data.media import Audio, Video
-from rlkit.report.answers import prompt_record
+from rlkit.report.responses import prompt_record
 from rlkit.rollout.vllm_requests import vllm_prompt, vllm_video_options
 from rlkit.vlm import encode_prompt, load_processor
 from rlkit.vlm.inputs import concatenate_vision

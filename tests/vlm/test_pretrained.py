@@ -251,7 +251,7 @@ def test_files_of_other_families_and_with_other_weights_are_refused(tmp_path):
         load_model(str(tmp_path / "biased.gguf"))
 
 
-def test_an_answer_ends_at_each_end_token_of_the_file(tmp_path):
+def test_a_response_ends_at_each_end_token_of_the_file(tmp_path):
     write_gguf(tmp_path / "llama.gguf", add=lambda writer: (writer.add_eot_token_id(1), writer.add_eom_token_id(0)))
     path = model_path(str(tmp_path / "llama.gguf"))
     assert model_end_token_ids(path, load_config(path), load_processor(path)) == [0, 1, 2]

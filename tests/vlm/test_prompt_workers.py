@@ -39,7 +39,7 @@ def rows():
     """Images of several sizes between rows of text, and some that cannot be encoded."""
     video = {"frames": np.random.default_rng(0).integers(0, 256, (4, 28, 28, 3), dtype="uint8"), "fps": 2.0}
     found = [row(i, images=[jpeg(60 + 8 * i, 40)] * (i % 3)) for i in range(8)]
-    found += [row(8, images=[b"no image"]), row(9, answer_prefix="<think>"), load_task("digits").train[0]]
+    found += [row(8, images=[b"no image"]), row(9, response_prefix="<think>"), load_task("digits").train[0]]
     return found + [row(11, question="7 " * 300), row(12, images=[jpeg(30, 60)]), row(13, videos=[video])]
 
 

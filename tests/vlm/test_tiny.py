@@ -87,12 +87,12 @@ def test_the_warm_up_teaches_the_form_and_little_else(text_dir, sorting):
 
     rollout = make_rollout("hf", gathered, processor=tokenizer)
     prompts, skipped = encode_prompts(tokenizer, list(enumerate(sorting.heldout)))
-    answers = rollout.generate(prompts, Sampling(4, temperature=0.0))
-    assert not skipped and score(sorting.reward, answers).mean() < 0.4
-    assert sum(answer.text.isdigit() for answer in answers) > 0.8 * len(answers)
-    logprobs = model(torch.tensor([answers[0].token_ids])).logits.log_softmax(-1)
-    sampled = torch.tensor(answers[0].logprobs)[answers[0].mask]
-    wanted = logprobs[0, :-1].gather(1, torch.tensor(answers[0].token_ids)[1:, None])[:, 0][-len(sampled) :]
+    responses = rollout.generate(prompts, Sampling(4, temperature=0.0))
+    assert not skipped and score(sorting.reward, responses).mean() < 0.4
+    assert sum(response.text.isdigit() for response in responses) > 0.8 * len(responses)
+    logprobs = model(torch.tensor([responses[0].token_ids])).logits.log_softmax(-1)
+    sampled = torch.tensor(responses[0].logprobs)[responses[0].mask]
+    wanted = logprobs[0, :-1].gather(1, torch.tensor(responses[0].token_ids)[1:, None])[:, 0][-len(sampled) :]
     torch.testing.assert_close(sampled, wanted, atol=1e-5, rtol=1e-5)
 
 

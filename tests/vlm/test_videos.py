@@ -18,7 +18,7 @@ from rope3d_families import QWEN2_5, VIDEO
 from rlkit.data import load_task
 from rlkit.data.media import Audio, Video
 from rlkit.doctor.task import check_rows, show_rows
-from rlkit.report.answers import frame_grid, prompt_record, save_image
+from rlkit.report.responses import frame_grid, prompt_record, save_image
 from rlkit.rollout.vllm_requests import check_videos, vllm_prompt
 from rlkit.vlm import encode_prompt, load_processor, load_video, tiny_processor, tiny_tokenizer
 from rlkit.vlm.audios import VIDEO_FORMATS, open_container
@@ -303,7 +303,7 @@ def test_models_without_videos_are_named(processor):
         encode_prompt(without, row)
 
 
-def test_kept_answers_have_a_grid_of_frames(processor, tmp_path):
+def test_kept_responses_have_a_grid_of_frames(processor, tmp_path):
     sample = encode_prompt(processor, {"question": "What?", "video": FRAMES, "answer": "x"})
     record = prompt_record(tmp_path, [sample], "training", 1)
     with Image.open(tmp_path / record["images"][0]) as grid:

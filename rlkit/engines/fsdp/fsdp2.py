@@ -97,7 +97,7 @@ class Fsdp2Engine(OffloadingEngine):
         suppressed_token_ids: [K] token ids that the sampler never samples; their probability is 0 here, too.
         max_grad_norm: gradients are scaled down to this norm.
         use_remove_padding: concatenate the rows of a micro-batch without padding.
-        share_prompts: compute the tokens and images of a prompt once for all of its answers in a micro-batch, in
+        share_prompts: compute the tokens and images of a prompt once for all of its responses in a micro-batch, in
             forward and backward. Needs `use_remove_padding`.
         use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V] logits. On a GPU also
             Liger's kernels in the model, if liger-kernel is installed.

@@ -1,8 +1,8 @@
 """A packed row sharded over context-parallel ranks, and attention over it.
 
-A row consists of segments: sequences, shared prompts, and answers to these. With C context-parallel ranks each segment
-is padded to a multiple of 2 C tokens and cut into 2 C chunks. Rank r has chunk r from the front and chunk r from the
-back, so that causal attention costs all ranks the same.
+A row consists of segments: sequences, shared prompts, and responses to these. With C context-parallel ranks each
+segment is padded to a multiple of 2 C tokens and cut into 2 C chunks. Rank r has chunk r from the front and chunk r
+from the back, so that causal attention costs all ranks the same.
 
 Attention is rlkit's on every device, because Transformer Engine's does not support shared prompts. All index tensors
 are computed on the host, once for each micro-batch.

@@ -230,7 +230,7 @@ def _pack(
 
 
 def _segments(groups: Sequence[Sequence[int]], prompts: Sequence[int], lengths: Sequence[int]) -> list[_Segment]:
-    """A segment for each single row; for a group of rows one for their prompt, then one for each answer."""
+    """A segment for each single row; for a group of rows one for their prompt, then one for each response."""
     segments: list[_Segment] = []
     for group in groups:
         if len(group) == 1:

@@ -18,8 +18,9 @@ from rlkit.engines.packing.ulysses import UlyssesGroup
 class PackedLayout:
     """The segments of a packed row: consecutive queries, and the keys that they attend to.
 
-    A sequence is one segment. Where several answers share a prompt, the prompt is one segment and each answer another,
-    which attends to the prompt as its prefix. Index tensors are computed once, since every layer needs them. (This is
+    A sequence is one segment. Where several responses share a prompt, the prompt is one segment and each response
+    another, which attends to the prompt as its prefix. Index tensors are computed once, since every layer needs them.
+    (This is
     not a dataclass: FSDP rebuilds dataclass arguments at every layer.)
 
     Args:

@@ -46,7 +46,7 @@ class RowBlock(NamedTuple):
 def rows_with_prefixes(
     starts: Sequence[int], lengths: Sequence[int], prefixes: Sequence[tuple[int, int]], device: torch.device
 ) -> Rows:
-    """Each segment with its prefix before it: a shared prompt is in the row of each of its answers."""
+    """Each segment with its prefix before it: a shared prompt is in the row of each of its responses."""
     count, blocks, own = sum(lengths), [], []
     row_lengths = [length and prefix + length for (_, prefix), length in zip(prefixes, lengths, strict=True)]
     for group in _similar(range(len(lengths)), row_lengths):
@@ -63,7 +63,7 @@ def rows_that_continue(
 ) -> Rows:
     """Each segment alone. Those with a prefix continue the state in which their shared prompt ended.
 
-    Prompts are padded on the left, where tokens of zeros leave a state of zeros as it is. Answers are padded on the
+    Prompts are padded on the left, where tokens of zeros leave a state of zeros as it is. Responses are padded on the
     right, to at least two tokens: transformers computes a single token that continues a state as in generation, by
     kernels without a backward pass.
     """
@@ -74,13 +74,13 @@ def rows_that_continue(
         return pad_sequence(rows, batch_first=True, padding_value=count, padding_side=padding_side)
 
     prompts = _similar([i for i, (_, prefix) in enumerate(prefixes) if not prefix], lengths)
-    answers = _similar([i for i, (_, prefix) in enumerate(prefixes) if prefix], lengths)
+    responses = _similar([i for i, (_, prefix) in enumerate(prefixes) if prefix], lengths)
     row_of = {starts[i]: row for row, i in enumerate(chain.from_iterable(prompts))}
     blocks = [RowBlock(tokens(group, "left")) for group in prompts]
-    for group in answers:
-        answer_tokens = tokens(group, "right")
-        answer_tokens = pad(answer_tokens, (0, max(0, 2 - answer_tokens.shape[1])), value=count)
-        blocks.append(RowBlock(answer_tokens, torch.tensor([row_of[prefixes[i][0]] for i in group])))
+    for group in responses:
+        response_tokens = tokens(group, "right")
+        response_tokens = pad(response_tokens, (0, max(0, 2 - response_tokens.shape[1])), value=count)
+        blocks.append(RowBlock(response_tokens, torch.tensor([row_of[prefixes[i][0]] for i in group])))
     return _to_device(blocks, [block.tokens for block in blocks], count, device)
 
 

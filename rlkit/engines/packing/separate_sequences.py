@@ -6,8 +6,8 @@ its plain torch layers ignore them. In sparse attention an indexer chooses among
 of other sequences. Here, forward hooks unpack the layer's inputs into a batch with one row per sequence. All other
 layers compute the packed row. No model code changes.
 
-If answers share a prompt, layers with the gated delta rule compute the prompt once, and each answer continues from the
-state in which the prompt ended. In all others, each row is the prompt followed by one answer.
+If responses share a prompt, layers with the gated delta rule compute the prompt once, and each response continues from
+the state in which the prompt ended. In all others, each row is the prompt followed by one response.
 
 With Ulysses, each rank gathers the layer's inputs, computes the layer for all tokens, and keeps the outputs of its own.
 """
@@ -104,7 +104,7 @@ class SeparateSequences:
 
 
 class PromptStates:
-    """The last states of shared prompts in one layer with the gated delta rule, from which their answers continue.
+    """The last states of shared prompts in one layer with the gated delta rule, from which their responses continue.
 
     It stands in for transformers' cache, which copies states into buffers and has no gradient through them. Calls of
     the layer first collect the last state of each of their rows; after `continue_from` they start from these states.
@@ -144,7 +144,7 @@ class PromptStates:
 
 
 def _continues(layer: nn.Module, layout: PackedLayout) -> bool:
-    """Whether the layer computes answers from the state in which their shared prompt ended."""
+    """Whether the layer computes responses from the state in which their shared prompt ended."""
     return layout.has_shared_prompts and type(layer).__name__ in DELTA_RULE_CLASSES
 
 

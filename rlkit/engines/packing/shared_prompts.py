@@ -19,9 +19,9 @@ def prompt_lengths(batch: Batch) -> list[int]:
 
 
 def shared_prompt_groups(batch: Batch) -> list[list[int]]:
-    """Row numbers in groups of one prompt: equal tokens, equal experts and the same vision tensors before the answer.
+    """Row numbers in groups of one prompt: equal tokens, equal experts and the same vision tensors before the response.
 
-    A row with images and with observations in its answer is a group by itself, since some of its images may belong to
+    A row with images and with observations in its response is a group by itself, since some of its images may belong to
     the observations.
     """
     groups: dict[Any, list[int]] = {}
@@ -59,7 +59,8 @@ def shared_prompt_costs(batch: Batch, budget: int | None = None) -> tuple[list[i
 
 
 def _split(group: Sequence[int], prompt: int, lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """The rows of a group in few parts; the prompt and the answers of each part fit in the budget, or it is one row."""
-    answers = [lengths[row] - prompt for row in group]
-    parts = token_budget_batches(answers, max(1, budget - prompt))
+    """The rows of a group in few parts; the prompt and the responses of each part fit in the budget, or it is one
+    row."""
+    responses = [lengths[row] - prompt for row in group]
+    parts = token_budget_batches(responses, max(1, budget - prompt))
     return [[group[i] for i in part] for part in parts]

@@ -1,4 +1,4 @@
-"""`rlkit.losses.preference` pair by pair and answer by answer."""
+"""`rlkit.losses.preference` pair by pair and response by response."""
 
 import torch
 from torch import Tensor
@@ -178,6 +178,6 @@ def log_ratios(
 def means(
     chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Mean log-probabilities of both answers of each pair."""
+    """Mean log-probabilities of both responses of each pair."""
     pairs = range(len(chosen))
     return [(chosen[i].double() / chosen_lengths[i], rejected[i].double() / rejected_lengths[i]) for i in pairs]

@@ -59,7 +59,7 @@ def claim_servers(urls: Sequence[str], purpose: str = "") -> None:
 
 
 def _reason(body: bytes) -> str:
-    """The error in a server's answer; a proxy's page is shown as it is."""
+    """The error in a server's response; a proxy's page is shown as it is."""
     try:
         return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):

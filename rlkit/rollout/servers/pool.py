@@ -74,7 +74,7 @@ class ServerPool:
     Args:
         urls: one URL per server, or all in one string, separated by commas.
         max_sequences: limit of concurrent sequences per server, over all ranks. Further sequences wait in this client
-            for the first server with room, so that long answers on one server do not leave the others idle.
+            for the first server with room, so that long responses on one server do not leave the others idle.
         timeout: seconds to wait for a response.
         attempts: how often a job is tried, over all servers.
         backoff: seconds before the first retry of a job, doubled for each further retry.

@@ -47,7 +47,7 @@ class VllmTeacher:
         urls: URLs of the servers, as a list or as one string with commas.
         top_k: the largest k of `topk_logprobs`; the servers need `--max-logprobs` of at least that.
         suppressed_token_ids: token ids to which the student gives probability 0. The teacher's probabilities are
-            divided among the other tokens, as far as its answer names the suppressed ones.
+            divided among the other tokens, as far as its response names the suppressed ones.
         processor, config: of the teacher; only samples without images, videos and audios do without them.
         group: ranks that are given the same samples. Each asks about some, and gets the scores of all.
         max_sequences: limit of concurrent requests per server.

@@ -264,12 +264,12 @@ class VllmServerRollout(ServerRollout):
 
     async def _read_settings(self, server: Server) -> None:
         try:
-            answer = await self.pool.request(server, "GET", WEIGHT_DTYPE_ROUTE)
+            response = await self.pool.request(server, "GET", WEIGHT_DTYPE_ROUTE)
         except RequestRejected:
             return  # it was not started by rlkit.rollout.serve
         for name in ("dtype", "device", "max_num_seqs", "v2_model_runner"):
-            if name in answer:  # another version of rlkit may have started the server
-                setattr(server, name, answer[name])
+            if name in response:  # another version of rlkit may have started the server
+                setattr(server, name, response[name])
 
     async def _recover_paused(self, server: Server) -> None:
         """Wake a server that a stopped trainer left asleep or paused. Its weights have to be updated first."""

@@ -1,4 +1,4 @@
-"""Groups of what preference losses are fed: log-probabilities of whole answers, and weights of them."""
+"""Groups of what preference losses are fed: log-probabilities of whole responses, and weights of them."""
 
 import math
 from functools import partial
@@ -47,7 +47,7 @@ if "verl" in PEERS:
     verl_sum, verl_mean = partial(masked_sum, axis=-1), partial(masked_mean, axis=-1)
 else:
     verl_sum = verl_mean = None
-SHARED = 600  # tokens of the shorter answer
+SHARED = 600  # tokens of the shorter response
 sums_group("sequence_logprobs", sequence_logprobs, lambda n: [1.0] * n, verl_sum)
 sums_group("sequence_mean_logprobs", sequence_mean_logprobs, lambda n: [1 / n] * n, verl_mean)
 sums_group(

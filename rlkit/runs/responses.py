@@ -1,4 +1,5 @@
-"""Prompts and answers of a step, what is measured of answers, and warnings of a policy that cannot learn from them."""
+"""Prompts and responses of a step, what is measured of responses, and warnings of a policy that cannot learn from
+them."""
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ class Prompts:
 
 
 @dataclass
-class Answers:
-    """This rank's answers to some prompts, with their rewards.
+class Responses:
+    """This rank's responses to some prompts, with their rewards.
 
     Attributes:
-        generated: all answers; answers to the same prompt are adjacent.
-        rewards: [len(generated)], nan where an answer could not be scored.
+        generated: all responses; responses to the same prompt are adjacent.
+        rewards: [len(generated)], nan where a response could not be scored.
         parts: values [len(generated)] of each part of a combined reward.
         skipped: why rows were skipped.
-        reasons: why answers could not be scored.
-        scoring_seconds: time during which at least one answer was being scored.
+        reasons: why responses could not be scored.
+        scoring_seconds: time during which at least one response was being scored.
     """
 
     generated: list[Sample] = field(default_factory=list)
@@ -51,11 +52,11 @@ class Answers:
 
     @property
     def scored(self) -> list[Sample]:
-        """The answers that could be scored, with their rewards."""
+        """The responses that could be scored, with their rewards."""
         return scored(self.generated, self.rewards)
 
-    def __add__(self, more: Answers) -> Answers:
-        return Answers(
+    def __add__(self, more: Responses) -> Responses:
+        return Responses(
             self.generated + more.generated,
             torch.cat([self.rewards, more.rewards]),
             {name: torch.cat([part, more.parts[name]]) for name, part in self.parts.items()},
@@ -65,43 +66,43 @@ class Answers:
         )
 
 
-def answer_metrics(answers: Answers, engine: Any) -> dict[str, float]:
-    """Rewards and their parts, lengths and counts, over the answers of all ranks.
+def response_metrics(responses: Responses, engine: Any) -> dict[str, float]:
+    """Rewards and their parts, lengths and counts, over the responses of all ranks.
 
-    `response_length/truncated` is the share of answers that were truncated at the token limit.
+    `response_length/truncated` is the share of responses that were truncated at the token limit.
     """
-    lengths = [len(sample.response_ids) for sample in answers.generated]
-    truncated = sum(sample.finish_reason == "length" for sample in answers.generated)
-    unscored = int(answers.rewards.isnan().sum())
-    counts = [len(lengths), sum(lengths), truncated, unscored, len(answers.skipped)]
+    lengths = [len(sample.response_ids) for sample in responses.generated]
+    truncated = sum(sample.finish_reason == "length" for sample in responses.generated)
+    unscored = int(responses.rewards.isnan().sum())
+    counts = [len(lengths), sum(lengths), truncated, unscored, len(responses.skipped)]
     sums = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
     count, tokens, truncated, unscored, skipped = sums.tolist()
     longest = torch.tensor(float(max(lengths, default=0)))
     return {
-        **reward_stats(answers.rewards, group_ids(answers.generated), engine.global_sum),
-        **part_means(answers.parts, engine.global_sum),
+        **reward_stats(responses.rewards, group_ids(responses.generated), engine.global_sum),
+        **part_means(responses.parts, engine.global_sum),
         "response_length/mean": tokens / max(count, 1),
         **reduce_metrics({"response_length/max": longest}, engine.data_parallel_group),
         "response_length/truncated": truncated / max(count, 1),
         "unscored": unscored,
         "skipped_rows": skipped,
-        "time/scoring": answers.scoring_seconds,
+        "time/scoring": responses.scoring_seconds,
     }
 
 
-def keep_answers(run: Run, answers: Answers, prompts: int) -> None:
-    """Have the next `Run.log` write all answers to the first few prompts to samples.jsonl, with images."""
-    groups: dict[int, list[int]] = {}  # group id -> indices of its answers
-    for i, sample in enumerate(answers.generated):
+def keep_responses(run: Run, responses: Responses, prompts: int) -> None:
+    """Have the next `Run.log` write all responses to the first few prompts to samples.jsonl, with images."""
+    groups: dict[int, list[int]] = {}  # group id -> indices of its responses
+    for i, sample in enumerate(responses.generated):
         groups.setdefault(sample.group_id, []).append(i)
     for indices in list(groups.values())[:prompts]:
-        samples = [replace(answers.generated[i], reward=answers.rewards[i].item()) for i in indices]
-        parts = {name: values[indices].tolist() for name, values in answers.parts.items()}
-        run.keep_answers([prompt_record(run.out, samples, "training", 0, parts)])
+        samples = [replace(responses.generated[i], reward=responses.rewards[i].item()) for i in indices]
+        parts = {name: values[indices].tolist() for name, values in responses.parts.items()}
+        run.keep_responses([prompt_record(run.out, samples, "training", 0, parts)])
 
 
 class LearningWarnings:
-    """Warns, once each, of equal rewards and of truncated answers, which keep a policy from learning.
+    """Warns, once each, of equal rewards and of truncated responses, which keep a policy from learning.
 
     Args:
         cfg: options of the recipe, with `max_new_tokens`.
@@ -115,14 +116,14 @@ class LearningWarnings:
         self.given: set[str] = set()
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Look at the metrics of a step, see `answer_metrics`."""
+        """Look at the metrics of a step, see `response_metrics`."""
         self.equal_steps = self.equal_steps + 1 if self._rewards_are_equal(metrics) else 0
         if self.equal_steps == EQUAL_STEPS:
             self._warn_once(
                 "equal rewards",
-                f"{'the answers to each prompt' if self.compares == 'group' else 'all answers'} have had equal rewards "
-                f"for {EQUAL_STEPS} steps, from which little or nothing is learned: look at the answers, and at how "
-                "they are scored (--reward)",
+                f"{'the responses to each prompt' if self.compares == 'group' else 'all responses'} have had equal "
+                f"rewards for {EQUAL_STEPS} steps, from which little or nothing is learned: look at the responses, and "
+                "at how they are scored (--reward)",
             )
         if (share := metrics["response_length/truncated"]) > 0.5:
             at = f"are truncated at --max_new_tokens {self.cfg.max_new_tokens}"
@@ -131,7 +132,7 @@ class LearningWarnings:
                 advice = f"{at} in a turn, or do not fit into {of_episode}: raise what limits them"
             else:
                 advice = f"{at}: raise it"
-            self._warn_once("truncated", f"{share:.0%} of the answers {advice}")
+            self._warn_once("truncated", f"{share:.0%} of the responses {advice}")
 
     def _rewards_are_equal(self, metrics: Mapping[str, float]) -> bool:
         """Whether all rewards that the recipe compares with each other are the same."""
@@ -147,32 +148,32 @@ class LearningWarnings:
             self.run.print(f"warning: {text}")
 
 
-def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
-    """Mean reward of the scored answers over all ranks, and the number of answers that could not be scored.
+def accuracy(responses: Responses, global_sum: GlobalSum) -> dict[str, float]:
+    """Mean reward of the scored responses over all ranks, and the number of responses that could not be scored.
 
     Returns:
-        `accuracy` with `accuracy_error` and `accuracy_rows`, see `means_of_rows`, and `unscored`. If no answer was
-        scored, as for data without expected answers, only `unscored`. If no answer was generated, an empty dict.
+        `accuracy` with `accuracy_error` and `accuracy_rows`, see `means_of_rows`, and `unscored`. If no response was
+        scored, as for data without expected answers, only `unscored`. If no response was generated, an empty dict.
     """
-    results = means_of_rows({"accuracy": answers.rewards[~answers.rewards.isnan()].tolist()}, global_sum)
-    generated, scored = count_scored(answers, global_sum)
+    results = means_of_rows({"accuracy": responses.rewards[~responses.rewards.isnan()].tolist()}, global_sum)
+    generated, scored = count_scored(responses, global_sum)
     unscored = {"unscored": generated - scored} if generated else {}
     return {**results, **unscored} if scored else unscored
 
 
-def count_scored(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:
-    """The number of answers of all ranks, and the number of those that could be scored."""
-    counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
+def count_scored(responses: Responses, global_sum: GlobalSum) -> tuple[float, float]:
+    """The number of responses of all ranks, and the number of those that could be scored."""
+    counts = torch.tensor([len(responses.generated), (~responses.rewards.isnan()).sum()])
     generated, scored = global_sum(counts.double()).tolist()
     return generated, scored
 
 
-def too_few_scored(answers: Answers, global_sum: GlobalSum, max_failed_rewards: float) -> str:
-    """Why the run has to stop: more than this share of its answers could not be scored. Empty if it can go on.
+def too_few_scored(responses: Responses, global_sum: GlobalSum, max_failed_rewards: float) -> str:
+    """Why the run has to stop: more than this share of its responses could not be scored. Empty if it can go on.
 
     With a share of 1, a run never stops.
     """
-    generated, scored = count_scored(answers, global_sum)
+    generated, scored = count_scored(responses, global_sum)
     if max_failed_rewards >= 1:
         return ""
-    return scoring_problem(generated, scored, max_failed_rewards, answers.reasons, answers.skipped)
+    return scoring_problem(generated, scored, max_failed_rewards, responses.reasons, responses.skipped)

@@ -1,4 +1,4 @@
-"""Encodes rows whose answers are in the data, and computes the held-out loss on them."""
+"""Encodes rows whose responses are in the data, and computes the held-out loss on them."""
 
 from __future__ import annotations
 
@@ -15,82 +15,82 @@ from torch import Tensor
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines.distributed import reduce_metrics
-from rlkit.runs.models import answer_ends
-from rlkit.runs.options import GivenAnswerOptions
+from rlkit.runs.models import response_ends
+from rlkit.runs.options import GivenResponseOptions
 from rlkit.runs.sampling import Prompts, encode_share, encoder_for
 from rlkit.tracking import Run
-from rlkit.vlm import encode_answers, encode_chat
+from rlkit.vlm import encode_chat, encode_responses
 from rlkit.vlm.long_rope import usable_context
 
-RowEncoder = Callable[[Iterable[tuple[int, Any]]], "GivenAnswers"]
+RowEncoder = Callable[[Iterable[tuple[int, Any]]], "GivenResponses"]
 
 
 @dataclass
-class GivenAnswers(Prompts):
+class GivenResponses(Prompts):
     """This rank's share of some rows, encoded: prompts for evaluation, and sequences for training.
 
     Attributes:
-        sequences: a prompt followed by an answer, with the answer in the mask. Sequences of a row are adjacent.
-        others: the same with answers that a row can do without; see `answer_encoder`.
+        sequences: a prompt followed by a response, with the response in the mask. Sequences of a row are adjacent.
+        others: the same with responses that a row can do without; see `response_encoder`.
     """
 
     sequences: list[Sample] = field(default_factory=list)
     others: list[Sample] = field(default_factory=list)
 
 
-def answer_encoder(
-    cfg: GivenAnswerOptions,
+def response_encoder(
+    cfg: GivenResponseOptions,
     run: Run,
     path: str,
     processor: Any,
     engine: Any,
-    answers_of: Callable[[Mapping[str, Any]], Sequence[Any]],
+    responses_of: Callable[[Mapping[str, Any]], Sequence[Any]],
     others_of: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None,
 ) -> RowEncoder:
-    """A function that encodes this rank's share of the (group id, row) pairs of all ranks, one sequence per answer.
+    """A function that encodes this rank's share of the (group id, row) pairs of all ranks, one sequence per response.
 
     Rows that cannot be read or are longer than `cfg.max_tokens` are skipped, and named in the log.
 
     Args:
-        answers_of: returns the answers of a row, as texts or as assistant messages.
-        others_of: likewise, further answers; those that cannot be encoded or are too long are left out.
+        responses_of: returns the responses of a row, as texts or as assistant messages.
+        others_of: likewise, further responses; those that cannot be encoded or are too long are left out.
     """
-    ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
+    ends, max_tokens = response_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
     encoder = encoder_for(cfg, processor)
 
-    def with_answers(prompt: Sample) -> tuple[Sample, list[Sample], list[Sample]]:
-        sequences, others = encode_answers(prompt, processor, answers_of(prompt.row), ends, max_tokens), []
+    def with_responses(prompt: Sample) -> tuple[Sample, list[Sample], list[Sample]]:
+        sequences, others = encode_responses(prompt, processor, responses_of(prompt.row), ends, max_tokens), []
         for other in others_of(prompt.row) if others_of else ():
             with suppress(ValueError):
-                others += encode_answers(prompt, processor, [other], ends, max_tokens)
+                others += encode_responses(prompt, processor, [other], ends, max_tokens)
         return prompt, sequences, others
 
-    return lambda rows: _given_answers(*encode_share(rows, with_answers, encoder, run, engine))
+    return lambda rows: _given_responses(*encode_share(rows, with_responses, encoder, run, engine))
 
 
 def chat_encoder(
-    cfg: GivenAnswerOptions, run: Run, path: str, processor: Any, engine: Any, *, last_only: bool = False
+    cfg: GivenResponseOptions, run: Run, path: str, processor: Any, engine: Any, *, last_only: bool = False
 ) -> RowEncoder:
-    """`answer_encoder` for chats: one sequence per row, with all assistant messages in the mask, or the last one."""
-    ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
+    """`response_encoder` for chats: one sequence per row, with all assistant messages in the mask, or the last one."""
+    ends, max_tokens = response_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
     encoder = encoder_for(cfg, processor)
 
     def with_chat(prompt: Sample) -> tuple[Sample, list[Sample], list[Sample]]:
         return prompt, [encode_chat(prompt, processor, ends, max_tokens, last_only=last_only)], []
 
-    return lambda rows: _given_answers(*encode_share(rows, with_chat, encoder, run, engine))
+    return lambda rows: _given_responses(*encode_share(rows, with_chat, encoder, run, engine))
 
 
-def _most_tokens(cfg: GivenAnswerOptions, engine: Any) -> int:
+def _most_tokens(cfg: GivenResponseOptions, engine: Any) -> int:
     return cfg.max_tokens or usable_context(engine.config)
 
 
-def _given_answers(rows: Sequence[tuple[Sample, list[Sample], list[Sample]]], skipped: list[str]) -> GivenAnswers:
+def _given_responses(rows: Sequence[tuple[Sample, list[Sample], list[Sample]]], skipped: list[str]) -> GivenResponses:
     prompts = [prompt for prompt, _, _ in rows]
     sequences = [sequence for _, of_row, _ in rows for sequence in of_row]
-    return GivenAnswers(prompts, skipped, sequences, [sequence for _, _, of_row in rows for sequence in of_row])
+    return GivenResponses(prompts, skipped, sequences, [sequence for _, _, of_row in rows for sequence in of_row])
 
 
 def global_loss(

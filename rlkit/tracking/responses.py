@@ -1,7 +1,8 @@
-"""Sends kept answers to experiment trackers that can show tables or images.
+"""Sends kept responses to experiment trackers that can show tables or images.
 
-wandb and trackio show each answer with its images in one table. MLflow gets a table and, beside it, the images of each
-prompt; TensorBoard the same, the table as text. Other trackers get the table, if accelerate has `log_table` for them.
+wandb and trackio show each response with its images in one table. MLflow gets a table and, beside it, the images of
+each prompt; TensorBoard the same, the table as text. Other trackers get the table, if accelerate has `log_table` for
+them.
 """
 
 from __future__ import annotations
@@ -10,35 +11,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ["step", "question", "expected", "answer", "reward"]
+COLUMNS = ["step", "question", "expected", "response", "reward"]
 STEPS_PER_TABLE = 100  # of an MLflow table, which is read and written as a whole
 
 Records = Sequence[Mapping[str, Any]]
 
 
-def log_answers(tracker: Any, out: Path, step: int, records: Records) -> None:
-    """Send answers of a step to a tracker.
+def log_responses(tracker: Any, out: Path, step: int, records: Records) -> None:
+    """Send responses of a step to a tracker.
 
     Args:
         tracker: a tracker of accelerate.
         out: the run's directory, where the images are.
-        records: prompts with their answers, as in samples.jsonl; see rlkit.report.answers.
+        records: prompts with their responses, as in samples.jsonl; see rlkit.report.responses.
     """
     senders = {"wandb": _to_wandb, "trackio": _to_trackio, "mlflow": _to_mlflow, "tensorboard": _to_tensorboard}
     if tracker.name in senders:
         senders[tracker.name](tracker, out, step, records)
     elif hasattr(tracker, "log_table"):
-        tracker.log_table("answers", columns=COLUMNS, data=_rows(step, records), step=step)
+        tracker.log_table("responses", columns=COLUMNS, data=_rows(step, records), step=step)
 
 
 def _rows(step: int, records: Records) -> list[list[Any]]:
-    """A row for each answer, with a cell for each of COLUMNS."""
+    """A row for each response, with a cell for each of COLUMNS."""
     return [row for record in records for row in _rows_of_prompt(step, record)]
 
 
 def _rows_of_prompt(step: int, record: Mapping[str, Any]) -> list[list[Any]]:
     place = [step, record["question"], record["expected"]]
-    return [[*place, answer["text"], answer["reward"]] for answer in record["answers"]]
+    return [[*place, response["text"], response["reward"]] for response in record["responses"]]
 
 
 def _to_wandb(tracker: Any, out: Path, step: int, records: Records) -> None:
@@ -51,7 +52,7 @@ def _to_wandb(tracker: Any, out: Path, step: int, records: Records) -> None:
         images += [None] * (most - len(images))
         rows += [[*row, *images] for row in _rows_of_prompt(step, record)]
     columns = [*COLUMNS, *(f"image {i + 1}" for i in range(most))]
-    tracker.log_table("answers", columns=columns, data=rows, step=step)
+    tracker.log_table("responses", columns=columns, data=rows, step=step)
 
 
 def _to_trackio(tracker: Any, out: Path, step: int, records: Records) -> None:
@@ -61,7 +62,7 @@ def _to_trackio(tracker: Any, out: Path, step: int, records: Records) -> None:
     for record in records:
         images = [trackio.Image(out / name) for name in record["images"]]
         rows += [[*row, *([images] if images else [])] for row in _rows_of_prompt(step, record)]
-    tracker.log({"answers": trackio.Table(columns=[*COLUMNS, "images"], data=rows)}, step=step)
+    tracker.log({"responses": trackio.Table(columns=[*COLUMNS, "images"], data=rows)}, step=step)
 
 
 def _to_mlflow(tracker: Any, out: Path, step: int, records: Records) -> None:
@@ -72,7 +73,7 @@ def _to_mlflow(tracker: Any, out: Path, step: int, records: Records) -> None:
     # MLflow reads a table back to append to it, and then shows a column of digits as numbers
     columns = dict(zip(COLUMNS, map(list, zip(*_rows(step, records), strict=True)), strict=True))
     first = step - step % STEPS_PER_TABLE
-    mlflow.log_table(columns, f"answers/steps_{first}_to_{first + STEPS_PER_TABLE - 1}.json", run_id=run)
+    mlflow.log_table(columns, f"responses/steps_{first}_to_{first + STEPS_PER_TABLE - 1}.json", run_id=run)
     for key, name in _named_images(records):
         with Image.open(out / name) as image:
             mlflow.log_image(image.convert("RGB"), key=key, step=step, synchronous=True)
@@ -84,7 +85,7 @@ def _to_tensorboard(tracker: Any, out: Path, step: int, records: Records) -> Non
 
     lines = [COLUMNS, ["---"] * len(COLUMNS), *_rows(step, records)]
     table = "\n".join(f"| {' | '.join(_markdown_cell(cell) for cell in line)} |" for line in lines)
-    tracker.log({"answers": table}, step=step)
+    tracker.log({"responses": table}, step=step)
     for key, name in _named_images(records):
         with Image.open(out / name) as image:
             tracker.log_images({key: np.asarray(image.convert("RGB"))[None]}, step=step, dataformats="NHWC")

@@ -1,4 +1,4 @@
-"""Answers to train on -> sequences whose mask says which tokens the assistant wrote."""
+"""Responses to train on -> sequences whose mask says which tokens the assistant wrote."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from rlkit.vlm.frames import text_with_frames
 from rlkit.vlm.processors import FRAMES_AS_IMAGES
 from rlkit.vlm.turns import assistant_turn, end_token
 
-ANSWER_COLUMNS = ("chosen", "rejected", "completion")  # of rows that have been read
+RESPONSE_COLUMNS = ("chosen", "rejected", "completion")  # of rows that have been read
 
 
-def encode_answers(
-    prompt: Sample, processor: Any, answers: Sequence[str | Message], ends: Sequence[int], max_tokens: int
+def encode_responses(
+    prompt: Sample, processor: Any, responses: Sequence[str | Message], ends: Sequence[int], max_tokens: int
 ) -> list[Sample]:
-    """One sequence per answer: the prompt and the answer, with the answer in the mask.
+    """One sequence per response: the prompt and the response, with the response in the mask.
 
     Args:
         prompt: from `encode_prompt`; the sequences share its image tensors.
         processor: a transformers processor or tokenizer with a chat template.
-        answers: texts, or messages of the assistant.
-        ends: token ids that end an answer. The first one is in the mask. If the template writes none after the last
+        responses: texts, or messages of the assistant.
+        ends: token ids that end a response. The first one is in the mask. If the template writes none after the last
             message, it is the one that the template writes before the next message, or else the tokenizer's end token,
             or the first of these.
         max_tokens: the longest sequence allowed.
 
-    A template may write an answer otherwise than the policy samples it after the prompt: R1's removes the thinking from
-    an answer, and others write no empty thought where the prompt has one. An answer of text alone is then appended to
-    the prompt as it is, with the template's end token.
+    A template may write a response otherwise than the policy samples it after the prompt: R1's removes the thinking
+    from a response, and others write no empty thought where the prompt has one. A response of text alone is then
+    appended to the prompt as it is, with the template's end token.
 
     Raises:
-        ValueError: a sequence that is too long; thinking that the prompt begins and the answer does not end; or a
+        ValueError: a sequence that is too long; thinking that the prompt begins and the response does not end; or a
             message with tool calls or thinking that the template leaves out, or for which it changes the prompt.
     """
     messages, row = prompt_of(prompt.row).messages, prompt.row
-    prefix = row.get("answer_prefix") or ""
+    prefix = row.get("response_prefix") or ""
     samples = []
-    for answer in answers:
-        reply = _assistant_message(answer, row)
-        name = next((name for name in ANSWER_COLUMNS if row.get(name) == answer), "answer")
+    for response in responses:
+        reply = _assistant_message(response, row)
+        name = next((name for name in RESPONSE_COLUMNS if row.get(name) == response), "response")
         ids = assistant_turn(processor, row, messages, reply, ends, prefix=prefix, name=name).ids
         samples.append(append_response(prompt, ids, [0.0] * len(ids), text=text_of(reply)))
     for sample in samples:
@@ -62,12 +62,12 @@ def encode_chat(
     predicts.
 
     Args:
-        prompt: from `encode_prompt`; its row has the last answer as `completion`, see rlkit.data.load_chats.
-        processor, ends, max_tokens: as in `encode_answers`.
+        prompt: from `encode_prompt`; its row has the last response as `completion`, see rlkit.data.load_chats.
+        processor, ends, max_tokens: as in `encode_responses`.
         last_only: only the last assistant message is in the mask. Earlier ones are as the template writes them.
 
     Raises:
-        ValueError: as in `encode_answers`, or a chat template that changes an earlier answer when messages follow.
+        ValueError: as in `encode_responses`, or a chat template that changes an earlier response when messages follow.
     """
     if prompt.row.get("plain_text") is not None:
         sample = _encode_plain_text(prompt, processor, ends)
@@ -95,11 +95,11 @@ def _tokens_of_chat(
     tokenizer, row = getattr(processor, "tokenizer", processor), prompt.row
     before = prompt_of(row).messages
     messages = [*before, _assistant_message(row.get("completion"), row)]
-    prefix = row.get("answer_prefix") or ""  # of the last answer
+    prefix = row.get("response_prefix") or ""  # of the last response
     videos = iter(prompt.videos)
     compact: list[int] = []
     mask: list[bool] = []
-    rendered = ""  # the chat up to and including the last answer and its end token
+    rendered = ""  # the chat up to and including the last response and its end token
     for i, one in enumerate(messages):
         is_last = i == len(before)
         if one["role"] != "assistant" or (last_only and not is_last):
@@ -116,9 +116,9 @@ def _tokens_of_chat(
         )
         if not turn.before.startswith(rendered):
             raise ValueError(
-                f"{row.get('where', 'row')}: expected a chat template that keeps an answer when messages follow, got a "
-                "change; train on the last answer alone (sft.py has --train_on last), or use a template that keeps all "
-                "(--chat_template FILE)"
+                f"{row.get('where', 'row')}: expected a chat template that keeps a response when messages follow, got "
+                "a change; train on the last response alone (sft.py has --train_on last), or use a template that keeps "
+                "all (--chat_template FILE)"
             )
         between = turn.before.removeprefix(rendered)
         if prompt.videos and type(processor).__name__ in FRAMES_AS_IMAGES:
@@ -130,15 +130,15 @@ def _tokens_of_chat(
     return compact, mask
 
 
-def _assistant_message(answer: str | Message | None, row: Row) -> Message:
-    if isinstance(answer, str):
-        return {"role": "assistant", "content": answer}
-    if not isinstance(answer, Mapping):
-        raise ValueError(f"{row.get('where', 'row')}: expected an answer to train on, got {answer!r}")
-    return answer
+def _assistant_message(response: str | Message | None, row: Row) -> Message:
+    if isinstance(response, str):
+        return {"role": "assistant", "content": response}
+    if not isinstance(response, Mapping):
+        raise ValueError(f"{row.get('where', 'row')}: expected a response to train on, got {response!r}")
+    return response
 
 
 def _check_length(sample: Sample, max_tokens: int) -> None:
     if (n := len(sample.token_ids)) > max_tokens:
         where = sample.row.get("where", "row")
-        raise ValueError(f"{where}: expected at most {max_tokens} tokens with the answer, got {n}")
+        raise ValueError(f"{where}: expected at most {max_tokens} tokens with the response, got {n}")

@@ -1,12 +1,12 @@
-"""Answers that a run keeps for people to read: samples.jsonl, and the folders `images` and `audios` next to it.
+"""Responses that a run keeps for people to read: samples.jsonl, and the folders `images` and `audios` next to it.
 
-Each line holds a prompt and all of its answers:
+Each line holds a prompt and all of its responses:
 
     {"step": 3, "kind": "training", "prompt": 17, "question": "...", "expected": "7", "images": ["images/3f2a.webp"],
      "audios": [{"file": "audios/91c0.wav", "seconds": 4.2}],
-     "answers": [{"text": "7", "reward": 1.0, "parts": {"right": 1.0}, "finish_reason": "stop", "tokens": 2}, ...]}
+     "responses": [{"text": "7", "reward": 1.0, "parts": {"right": 1.0}, "finish_reason": "stop", "tokens": 2}, ...]}
 
-`kind` is "training", or "held-out" for answers to held-out prompts after `step` steps.
+`kind` is "training", or "held-out" for responses to held-out prompts after `step` steps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ IMAGES, AUDIOS = "images", "audios"
 LARGEST_SIDE = 512  # pixels of a saved image
 COLUMNS = 2  # of a video's frames: a prompt's images are 240 pixels wide on the page
 SAVED_SECONDS = 30.0  # of an audio; a longer one is cut
-MOST_BYTES = 24_000_000  # of answers and images on one page
+MOST_BYTES = 24_000_000  # of responses and images on one page
 MOST_BYTES_OF_AUDIOS = 24_000_000  # on one page: nine minutes of 16000 samples per second
-ANSWERS = b', "answers": ['  # in a line of samples.jsonl
+RESPONSES = b', "responses": ['  # in a line of samples.jsonl
 TAIL = 1000  # bytes that tell whether a samples.jsonl has only grown
 MOST_CHARACTERS = 20_000  # of each text on the page; samples.jsonl has the whole text
 
@@ -44,14 +44,14 @@ def prompt_record(
 
     Args:
         out: the run's directory.
-        samples: the scored answers to one prompt, as rlkit.data.Sample.
+        samples: the scored responses to one prompt, as rlkit.data.Sample.
         kind: "training" or "held-out".
         step: the training step; for held-out prompts, the number of finished steps.
         parts: values of each part of a combined reward, one per sample.
     """
     first = samples[0]
     row = first.row or {}
-    answers = [
+    responses = [
         {
             "text": sample.text,
             "reward": finite(sample.reward),
@@ -68,7 +68,7 @@ def prompt_record(
     question, expected = (str(row.get(name, "")) for name in ("question", "answer"))
     place = {"step": step, "kind": kind, "prompt": first.group_id}
     texts = {"question": question, "expected": expected}
-    return {**place, **texts, "images": images, "audios": audios, "answers": answers}
+    return {**place, **texts, "images": images, "audios": audios, "responses": responses}
 
 
 def frame_grid(video: Any, most: int = 8) -> Any:
@@ -155,7 +155,7 @@ def save_audio(out: Path, audio: Any) -> dict[str, Any]:
     return {"file": name, "seconds": round(seconds, 2)}
 
 
-def answers_for_page(out: Path) -> dict[str, Any]:
+def responses_for_page(out: Path) -> dict[str, Any]:
     """The part of samples.jsonl that a page shows.
 
     If all records and images are larger than `MOST_BYTES`, only every second step is shown, or every third, ...; of a
@@ -270,13 +270,13 @@ class RecordIndex:
 
 
 def _parse_place(line: bytes) -> dict[str, Any] | None:
-    """`_parse_record`, without the answers where they are the last part of the line, and most of it.
+    """`_parse_record`, without the responses where they are the last part of the line, and most of it.
 
-    A quotation mark within a text has a backslash before it, so no text contains `ANSWERS`.
+    A quotation mark within a text has a backslash before it, so no text contains `RESPONSES`.
     """
     if line.endswith(b"\n"):
-        start, answers, _ = line.partition(ANSWERS)
-        if record := _parse_record(start + answers + b"]}"):
+        start, responses, _ = line.partition(RESPONSES)
+        if record := _parse_record(start + responses + b"]}"):
             return record
     return _parse_record(line)
 
@@ -289,7 +289,7 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
     hooks: Any = {"parse_constant": lambda _: None, "parse_float": _finite_number, "parse_int": _finite_number}
     try:
         record = json.loads(line.decode(errors="replace"), **hooks)
-        images, answers = map(str, record["images"]), [dict(answer) for answer in record["answers"]]
+        images, responses = map(str, record["images"]), [dict(response) for response in record["responses"]]
         audios = [
             {"file": str(audio["file"]), "seconds": finite(audio["seconds"])} for audio in record.get("audios", ())
         ]
@@ -297,7 +297,7 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
         texts = {name: str(record[name]) for name in ("question", "expected")}
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return {**place, "images": [*images], "audios": audios, "answers": answers, **texts}
+    return {**place, "images": [*images], "audios": audios, "responses": responses, **texts}
 
 
 def _finite_number(text: str) -> float | int | None:
@@ -311,8 +311,8 @@ def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
         text = str(text)
         return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} … [{len(text)} characters]"
 
-    answers = [{**answer, "text": cut(answer.get("text", ""))} for answer in record["answers"]]
-    return {**record, "question": cut(record["question"]), "expected": cut(record["expected"]), "answers": answers}
+    responses = [{**response, "text": cut(response.get("text", ""))} for response in record["responses"]]
+    return {**record, "question": cut(record["question"]), "expected": cut(record["expected"]), "responses": responses}
 
 
 def data_url(out: Path, name: str) -> str:
