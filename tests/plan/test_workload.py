@@ -56,7 +56,7 @@ def test_tokens_of_images_are_rehearsed(family):
 
 
 @pytest.mark.parametrize(
-    ("options", "prompt", "answer"),
+    ("options", "prompt", "response"),
     [
         ({"max_prompt_tokens": 1024}, 1024, 8192 - 1024),
         ({"max_prompt_tokens": 1024, "max_response_tokens": 4096}, 1024, 4096),
@@ -131,7 +131,7 @@ def test_a_pair_is_one_micro_batch_of_megatron(share, tokens, keys):
 
 @pytest.mark.parametrize("pair", [1, 2])
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize(("prompt", "answer", "group"), [(20, 10, 8), (40, 6, 4), (7, 90, 2), (90, 30, 6)])
+@pytest.mark.parametrize(("prompt", "response", "group"), [(20, 10, 8), (40, 6, 4), (7, 90, 2), (90, 30, 6)])
 def test_rows_are_packed_as_an_engine_packs_them(prompt, response, group, share, pair):
     workload = Workload(prompt, response, 0, prompts=5, group_size=group, rows_together=pair)
     batch = collate([row for number in range(5) for row in _group(workload, LLAMA, number)])
@@ -181,7 +181,7 @@ def test_tokens_of_tools_are_not_generated():
 
 
 @pytest.mark.parametrize(
-    ("answer", "prompt"),
+    ("response", "prompt"),
     [(1024, 15360), (12288, 4096), (15000, 4096), (16384, 4096), (65536, 4096), (131072 - 100, 100)],
 )
 def test_prompts_beside_long_responses_are_not_empty(response, prompt):
