@@ -216,6 +216,12 @@ class Batch:
             return fields[name]
         raise AttributeError(f"batch: expected one of its fields {sorted(fields)}, got {name!r}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("fields", {}):
+            self.add(**{name: value})  # an attribute of that name would hide the field, which the engine uses
+        else:
+            super().__setattr__(name, value)
+
     def add(self, **fields: Tensor) -> Batch:
         """Adds tensors by name, each [B] or [B, T]; `routed_experts` is [B, T, layers, K].
 
@@ -246,7 +252,12 @@ class Batch:
         return self
 
     def trained_tokens_of_rows(self, rows: Sequence[int]) -> Tensor:
-        """Indices into a tensor of `token_fields` of the tokens of these rows, row after row."""
+        """Indices into a tensor of `token_fields` of the tokens of these rows, row after row.
+
+        Raises:
+            ValueError: `mask` has changed since the tensors were added.
+        """
+        self.add_token_fields(**self.token_fields)  # checks their lengths
         tokens = torch.arange(int(self.mask.sum())).split(self.mask.sum(1).tolist())
         return torch.cat([tokens[0][:0], *(tokens[row] for row in rows)]) if tokens else torch.arange(0)
 
@@ -260,8 +271,20 @@ class Batch:
         lengths = torch.tensor(self.lengths, dtype=torch.long, device=self.tokens.device)
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lengths[:, None]
 
-    def select(self, rows: Sequence[int]) -> Batch:
-        """A batch of these rows, cut to the longest of them; `total_tokens` and `total_sequences` stay the same."""
+    def select(self, rows: Sequence[int] | Sequence[bool] | Tensor) -> Batch:
+        """A batch of some rows, cut to the longest of them; `total_tokens` and `total_sequences` stay the same.
+
+        Args:
+            rows: their numbers in any order, or for each row whether it is one of them.
+
+        Raises:
+            ValueError: another number of bools than rows.
+        """
+        rows = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        if rows and isinstance(rows[0], bool):
+            if len(rows) != len(self):
+                raise ValueError(f"rows: expected a bool for each of the {len(self)} rows, got {len(rows)}")
+            rows = [i for i, selected in enumerate(rows) if selected]
         index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
         lengths = [self.lengths[i] for i in rows]
         width = max(lengths, default=1)

@@ -168,10 +168,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, global_sum
     count = global_sum(mask.sum())
 
     def variance(x: Tensor) -> Tensor:
-        x = masked(x, mask).double()
+        x = masked(x, mask)
         mean = global_sum(x.sum()) / count
         return global_sum(masked(x - mean, mask).square().sum()) / count
 
+    values, returns = values.double(), returns.double()
     spread = variance(returns)
     return torch.where(spread > 0, 1 - variance(returns - values) / spread, math.nan)
 

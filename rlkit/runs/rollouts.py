@@ -68,7 +68,7 @@ def is_replay() -> bool:
 class RecordingEngine:
     """A wrapper around an engine that keeps inputs and results of each `train_batch` for `save_rollouts`.
 
-    All other attributes are those of the engine.
+    All other attributes are those of the engine, also when they are set.
 
     Attributes:
         draws: responses of this step; only the policy's engine has them.
@@ -82,6 +82,12 @@ class RecordingEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_engine"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_engine", "draws", "updates"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._engine, name, value)
 
     def train_batch(self, batch: Batch, loss_fn: Callable[..., Any], *args: Any, **options: Any) -> dict[str, float]:
         """`train_batch` of the engine. The outputs of the forward pass are recorded as well."""

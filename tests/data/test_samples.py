@@ -333,3 +333,31 @@ def test_a_batch_without_rows_can_be_viewed_as_bytes():
     """As the ranks of a model-parallel group do to compare their rows."""
     batch = collate([])
     assert [x.view(torch.uint8).numel() for x in (batch.tokens, batch.mask, batch.rollout_logprobs)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kept", [[True, False, True], torch.tensor([True, False, True])])
+def test_rows_are_selected_by_number_or_by_whether_they_are_kept(kept):
+    batch = collate([answered([], [7, 8]), answered([], [7]), answered([], [9, 9])], number=torch.arange(3))
+    assert batch.select(kept).number.tolist() == [0, 2] == batch.select(torch.tensor([0, 2])).number.tolist()
+    assert len(batch.select([False] * 3)) == 0
+    with pytest.raises(ValueError, match="rows: expected a bool for each of the 3 rows, got 2"):
+        batch.select(kept[:2])
+
+
+def test_a_field_that_is_set_is_the_one_that_rows_take_along():
+    batch = collate([answered([], [7, 8]), answered([], [7])], advantages=torch.ones(2))
+    batch.advantages = 5 * batch.advantages
+    assert batch.fields["advantages"].tolist() == [5, 5] == [*batch.select([1, 0]).advantages]
+    with pytest.raises(ValueError, match=r"advantages: expected \[2\] or \[2, 4\], got \(3,\)"):
+        batch.advantages = torch.ones(3)
+    assert len(batch.advantages) == 2
+
+
+def test_a_mask_that_has_changed_does_not_fit_the_tensors_of_its_tokens():
+    batch = collate([answered([], [7, 8]), answered([], [7])])
+    batch.add_token_fields(top=torch.zeros(len(batch.mask[batch.mask]), 2))
+    batch.mask[0, :] = False
+    with pytest.raises(
+        ValueError, match=rf"top: expected \[{int(batch.mask.sum())}, ...\], one for each token of mask"
+    ):
+        batch.select([0, 1])

@@ -56,6 +56,11 @@ def test_explained_variance_golden():
     assert explained_variance(torch.ones_like(returns), returns, mask).item() == 0
     assert math.isnan(explained_variance(values, torch.ones_like(returns), mask).item())
     assert math.isnan(explained_variance(values, returns, mask & False).item())
+    # 256 - 257 / 256 is 255 in bfloat16
+    coarse = torch.tensor([[256.0, 1.0]]).bfloat16()
+    close = torch.tensor([[1.0 + 1 / 128, 0.0]]).bfloat16()
+    expected = 1 - (((256 - close[0, 0].item()) - 1) / 255) ** 2
+    assert explained_variance(close, coarse, torch.ones(1, 2).bool()).item() == pytest.approx(expected, rel=1e-9)
     # another rank with the returns 5 and 7 and the errors 2 and 0: the mean return is 4, the mean error 2/3
     of_other = iter([2, 12, 1 + 9, 2, (4 / 3) ** 2 + (2 / 3) ** 2])
     two = explained_variance(values, returns, mask, lambda x: x + next(of_other)).item()
