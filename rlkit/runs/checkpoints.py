@@ -172,8 +172,8 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
 
     Args:
         samples: responses for the page. At most 40 are shown, those with the lowest rewards.
-        engines: engines by export folder. Models are exported in Hugging Face format, with adapters merged. The folder
-            `adapter` gets the policy's adapters alone.
+        engines: engines by export folder. Models are exported in Hugging Face format, with adapters merged.
+            Those of a language model are exported alone, too: of `model` to `adapter`, of another to `FOLDER_adapter`.
 
     The run ends with an error message if a model cannot be written. The checkpoints stay.
     """
@@ -183,7 +183,7 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
         export_model(cfg, run, folder, engine)
         if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
             with stop_if_not_written(run):
-                engine.export_adapter(run.out / "adapter")
+                engine.export_adapter(run.out / ("adapter" if folder == "model" else f"{folder}_adapter"))
     if engines:
         keep_best_of_all(cfg, run, engines["model"])
         run.log_evaluation(steps=run.step + 1)

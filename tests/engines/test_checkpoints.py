@@ -217,6 +217,33 @@ def test_a_checkpoint_with_more_trained_parameters(tiny_dir, tmp_path):
         make_resumable(tiny_dir, model=model).load_checkpoint(tmp_path / "step_1")
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("frozen_at_the_load", [False, True])
+def test_weights_that_were_trained_before_they_were_frozen(tiny_dir, processor, tmp_path, frozen_at_the_load, backend):
+    engine, other = (make_resumable(tiny_dir, backend=backend) for _ in range(2))
+    engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
+    freeze(engine.module, "visual")
+    engine.save_checkpoint(tmp_path / "step_1")
+    assert not any(p.requires_grad for name, p in engine.module.named_parameters() if "visual" in name)
+    if frozen_at_the_load:
+        freeze(other.module, "visual")
+    other.load_checkpoint(tmp_path / "step_1")
+    trained = dict(engine.get_per_tensor_param())
+    assert all(torch.equal(x, trained[name]) for name, x in other.get_per_tensor_param())
+
+
+def test_weights_of_an_engine_without_an_optimizer(tiny_dir, tmp_path):
+    """A reference that follows the policy."""
+    engine, other = (make_engine("fsdp2", model=load_model(tiny_dir).requires_grad_(False)) for _ in range(2))
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(0.5)
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
+    assert other.load_checkpoint(tmp_path / "step_1") == {"step": 1}
+    moved = dict(engine.get_per_tensor_param())
+    assert all(torch.equal(x, moved[name]) for name, x in other.get_per_tensor_param())
+
+
 def test_keep_newest_removes_old_checkpoints(tiny_dir, tmp_path):
     """By number, not by name; other directories stay."""
     make_resumable(tiny_dir)  # a process group

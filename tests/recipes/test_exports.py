@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers import run_here, text_dir  # noqa: E402, F401
 
+from rlkit import runs  # noqa: E402
 from rlkit.vlm import load_model  # noqa: E402
 
 SMALL = ["--task", "sorting", "--steps", 1, "--prompts_per_step", 4, "--max_new_tokens", 2]
@@ -29,11 +30,14 @@ def half(text_dir, tmp_path):  # noqa: F811
     return tmp_path / "half"
 
 
-def test_bfloat16_in_and_out_with_adapters(text_dir, tmp_path):  # noqa: F811
-    """Trained in float32, exported in bfloat16; the adapters keep what training found."""
+def test_bfloat16_in_and_out_with_adapters(text_dir, tmp_path, monkeypatch):  # noqa: F811
+    """Trained in float32, exported in bfloat16; the adapters keep what training found. A second engine has its own."""
+    finish = runs.finish
+    monkeypatch.setattr(runs, "finish", lambda *args, model: finish(*args, model=model, second=model))
     model, out = half(text_dir, tmp_path), tmp_path / "run"
     run_here("sft", "--model", model, "--out", out, "--lora_rank", 4, "--lr", 1e-2, *SMALL)
     assert dtypes(out / "model") == {"torch.bfloat16"} and dtypes(out / "adapter") == {"torch.float32"}
+    assert dtypes(out / "second") == {"torch.bfloat16"} and dtypes(out / "second_adapter") == {"torch.float32"}
     assert json.loads((out / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     adapted = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), out / "adapter"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +70,26 @@ def load_training_state(
 def _state_to_load(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any, device: torch.device
 ) -> dict[str, Any]:
-    optimizers = [] if optimizer is None else [optimizer]
-    model, optim = get_state_dict(module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
-            model.pop(name, None)  # a frozen output layer that is tied to the embedding
+    if optimizer is None:  # all weights may have changed: those of a reference that follows the policy
+        model, optim = get_state_dict(module, [])
+    else:
+        with _trainable(optimizer):
+            model, optim = get_state_dict(module, [optimizer], options=StateDictOptions(ignore_frozen_params=True))
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    model.pop(name, None)  # a frozen output layer that is tied to the embedding
     state = {"model": model, "optimizer": optim, **checkpoint.scheduler_state(scheduler)}
     return state | checkpoint.random_states(device)
+
+
+@contextmanager
+def _trainable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A context in which all parameters of an optimizer are trainable, also those that were frozen during a run."""
+    frozen = [x for group in optimizer.param_groups for x in group["params"] if not x.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
