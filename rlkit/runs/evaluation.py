@@ -90,7 +90,8 @@ def record_evaluation(
 ) -> None:
     """Write the results of an evaluation to eval.json, and print them.
 
-    The list `evaluations` in the file has all results, with the number of finished steps. Results before and after
+    The list `evaluations` in the file has all results, with the number of finished steps; those of several sets of
+    held-out rows at one step are one entry. Results before and after
     training are also stored under their own names, such as `accuracy_after`.
 
     Args:
@@ -103,7 +104,9 @@ def record_evaluation(
     rows, skipped = (int(x) for x in counts)
     results = {name: x for name, x in results.items() if rows or not math.isnan(x)}  # of no row, none is a result
     step = 0 if when == "before" else run.step + 1
-    evaluations = [*(earlier for earlier in _evaluations(run) if earlier["step"] < step), {"step": step, **results}]
+    earlier = [one for one in _evaluations(run) if one["step"] < step]
+    others = [one for one in _evaluations(run) if one["step"] == step]  # of other rows at this step, see `name` there
+    evaluations = [*earlier, {"step": step, **(others[0] if others else {}), **results}]
     named = {} if when == "during" else {f"{name}_{when}": x for name, x in results.items()}
     run.log_evaluation(**named, heldout=rows, heldout_skipped=skipped, evaluations=evaluations)
     if run.is_main_process:

@@ -9,6 +9,7 @@ import torch
 
 from rlkit.data import Sample
 from rlkit.report import prompt_record
+from rlkit.report.intervals import NOT_MEASURED
 from rlkit.rewards import scoring_problem
 from rlkit.rollout import Sampling
 from rlkit.rollout.sampling import sample_name
@@ -22,7 +23,9 @@ HELDOUT_KEPT = 20  # held-out responses kept from each evaluation before and dur
 NAMED = 5  # most held-out rows that a line names
 
 
-def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **measured: float) -> list[Sample]:
+def evaluate_heldout(
+    sampler: PolicySampler, prompts: Prompts, when: str, name: str = "", **measured: float
+) -> list[Sample]:
     """Measure the accuracy of greedy responses to held-out prompts, write it to eval.json and print it.
 
     Rows of plain text have no prompt, so no responses are generated for them, and none with `--max_new_tokens 0`.
@@ -32,6 +35,8 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
     Args:
         prompts: this rank's share of the held-out rows, see `PolicySampler.encode`.
         when: "before", "during" or "after" training.
+        name: of a second set of held-out rows. Its results are NAME/accuracy and so on; --keep_best and --patience look
+            at those without a name.
         measured: further results on these rows, over all ranks.
 
     Returns:
@@ -50,6 +55,8 @@ def evaluate_heldout(sampler: PolicySampler, prompts: Prompts, when: str, **meas
     unanswered = engine.global_sum(torch.tensor(float(len(prompts.samples) - len(answered.samples)))).item()
     if cfg.max_new_tokens and unanswered:
         results["unanswered"] = unanswered
+    if name:
+        results = {f"{name}/{key}": x for key, x in results.items() if x or key not in NOT_MEASURED}
     if when != "after":  # `finish` writes the responses after training
         keep_heldout(run, responses.scored, 0 if when == "before" else run.step + 1)
     record_evaluation(run, engine, when, results, rows=len(prompts.samples), skipped=len(prompts.skipped))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
@@ -132,7 +133,14 @@ class PolicySampler:
 
         Rows that cannot be read, are longer than `cfg.max_prompt_tokens`, or leave no room for a response are skipped,
         and named in the log.
+
+        Raises:
+            ValueError: several rows with a group id. Responses to them would be equal, and would be one group.
         """
+        rows = list(rows)
+        for group_id, count in Counter(group_id for group_id, _ in rows).items():
+            if count > 1:
+                raise ValueError(f"rows: expected group ids that differ, got {group_id} {count} times")
         max_tokens = min(self.cfg.max_prompt_tokens or self.longest_prompt, self.longest_prompt)
         share = encode_share(rows, lambda prompt: prompt, self.encoder, self.run, self.engine, max_tokens=max_tokens)
         return Prompts(*share)
@@ -190,7 +198,16 @@ class PolicySampler:
         Args:
             training: the responses are trained on. Only these are recorded (`--save_rollouts`), and with
                 `--from_rollouts` they are the saved responses of this step.
+
+        Raises:
+            ValueError: the temperature of responses to train on, unless 0, is not that of the engine.
         """
+        at = getattr(self.engine, "temperature", sampling.temperature)
+        if training and sampling.temperature and sampling.temperature != at:
+            raise ValueError(
+                f"temperature: expected the engine's, {at:g}, got {sampling.temperature:g} for responses to train on; "
+                "set engine.temperature to the same"
+            )
         self.run.phase(phase)
         if training and self._reads_rollouts:
             responses = self._saved_responses(prompts, phase)

@@ -1,5 +1,6 @@
 """What is measured of the policy's responses, against loops; `tests/recipes/test_two_ranks.py` has it on two ranks."""
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -11,8 +12,11 @@ import torch
 
 from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed
+from rlkit.rollout import Sampling
 from rlkit.runs import PolicySampler, Prompts, Responses, evaluate_heldout
+from rlkit.runs.closing import closing_table
 from rlkit.runs.responses import LearningWarnings, accuracy, too_few_scored
+from rlkit.tracking import EVAL, Run
 from rlkit.vlm import load_processor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -153,6 +157,49 @@ def test_the_interval_of_an_accuracy_counts_rows_with_a_response(rewards, shown,
     evaluate_heldout(sampler, heldout, "after")
     assert said == [f"held-out after: accuracy {shown} (100 rows; rows without a response: 98)"]
     assert recorded["unanswered_after"] == 98 and recorded["heldout"] == 100
+
+
+def test_two_sets_of_held_out_rows_are_one_evaluation(tmp_path):
+    """The second one's results are named; those of the same step before are kept, and of earlier steps."""
+
+    def generate(prompts, sampling, n, on_finished):
+        responses = [append_response(prompt, [5], [0.0], finish_reason="stop", text="1") for prompt in prompts]
+        for i, response in enumerate(responses):
+            on_finished(i, [response])
+        return responses
+
+    sampler, *_ = evaluating(tmp_path, generate, lambda text, row: row["reward"], "")
+    sampler.run = Run(tmp_path, {})
+    heldout, easy = (
+        Prompts([replace(prompt_sample([1]), group_id=i, row={"reward": x}) for i, x in enumerate(rewards)])
+        for rewards in ((0.0, 1.0, 0.0, 0.0), (1.0, 1.0))
+    )
+    for when, step in (("before", -1), ("after", 4)):
+        sampler.run.step = step
+        evaluate_heldout(sampler, heldout, when)
+        evaluate_heldout(sampler, easy, when, name="easy")
+    found = json.loads((tmp_path / EVAL).read_text())
+    assert [(one["step"], one["accuracy"], one["easy/accuracy"]) for one in found["evaluations"]] == [
+        (0, 0.25, 1.0), (5, 0.25, 1.0),
+    ]  # fmt: skip
+    assert found["accuracy_after"] == 0.25 and found["easy/accuracy_after"] == 1.0
+    assert "held-out easy/accuracy " in closing_table(sampler.run, {})
+
+
+def test_rows_that_would_get_the_same_responses_are_refused(tmp_path):
+    sampler, *_ = evaluating(tmp_path, lambda *_, **__: [], None, "")
+    with pytest.raises(ValueError, match="^rows: expected group ids that differ, got 7 2 times$"):
+        sampler.encode([(7, {}), (8, {}), (7, {})])
+
+
+def test_responses_to_train_on_are_sampled_at_the_engines_temperature(tmp_path):
+    sampler, *_ = evaluating(tmp_path, lambda *_, **__: [], None, "")
+    sampler.engine.temperature = 1.0
+    prompts, warm = Prompts([]), Sampling(6, 0.7)
+    expected = "^temperature: expected the engine's, 1, got 0.7 for responses to train on; set engine.temperature"
+    with pytest.raises(ValueError, match=expected):
+        sampler.sample(prompts, warm)
+    assert sampler.sample(prompts, warm, training=False).generated == sampler.greedy(prompts).generated == []
 
 
 @pytest.mark.parametrize("most", [0, 1000])
