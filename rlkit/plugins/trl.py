@@ -28,12 +28,12 @@ from rlkit.losses import (
     kl_k3,
     kl_k3_weighted,
     preference_mean,
-    ratio_stats,
     sequence_mean,
     sequence_sum_mean,
     token_mean,
 )
 from rlkit.plugins._versions import require
+from rlkit.plugins.clip_stats import clip_stats
 
 require("trl", "1.16")
 
@@ -134,7 +134,7 @@ class GRPOTrainer(TrlGRPOTrainer):
                 kl = kl_k3(logprobs, ref_logprobs, mask)
             loss = loss + self.beta * kl
             logged["kl"] = token_mean(kl.detach(), mask)
-        logged |= ratio_stats(logprobs.detach(), old_logprobs, inputs["advantages"], mask)
+        logged |= clip_stats(self.own_loss, logprobs, old_logprobs, inputs["advantages"], mask)
         for name, value in logged.items():
             self._metrics[mode][name].append(self.accelerator.gather(value.detach()).mean().item())
         return self._averaged(loss, mask, inputs["num_items_in_batch"], mode)

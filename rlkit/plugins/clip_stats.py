@@ -1,0 +1,32 @@
+"""`ratio_stats` with the clips of a loss, as the trainers of other packages log it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+
+from rlkit.losses import gspo_loss, gspo_token_loss, luspo_loss, ratio_stats, sequence_ratio_stats
+
+SEQUENCE_LOSSES = (gspo_loss, gspo_token_loss, luspo_loss)  # clip one ratio per response
+
+
+def clip_stats(
+    loss: Callable[..., Any], logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **clip: float
+) -> dict[str, Tensor]:
+    """`sequence_ratio_stats` of a loss that clips the ratios of responses, `ratio_stats` of any other.
+
+    Args:
+        loss: its clips are those that a `functools.partial` has fixed, or its defaults. A loss of yours without a
+            `clip_low` or `clip_high` gets those of `ratio_stats`.
+        logprobs, old_logprobs, advantages, mask: as for these functions.
+        clip: `clip_low` or `clip_high`, in place of those of the loss.
+    """
+    defaults = {name: parameter.default for name, parameter in signature(loss).parameters.items()}
+    own = {name: defaults[name] for name in ("clip_low", "clip_high") if isinstance(defaults.get(name), float | int)}
+    function = loss.func if isinstance(loss, partial) else loss
+    stats = sequence_ratio_stats if function in SEQUENCE_LOSSES else ratio_stats
+    return stats(logprobs.detach(), old_logprobs, advantages, mask, **{**own, **clip})
