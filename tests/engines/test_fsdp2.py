@@ -367,6 +367,24 @@ def test_frozen_vision_tower_has_no_gradient_and_does_not_change(tiny_dir, proce
         assert torch.equal(tensor, before[name]) == (".visual." in name), name
 
 
+def test_parameters_that_the_optimizer_does_not_have_are_named_once(tiny_dir, processor, caplog):
+    """They were unfrozen after the engine was built. Frozen after it was built, they can be trained later."""
+    late, early = load_model(tiny_dir), load_model(tiny_dir)
+    freeze(late, "visual")
+    changed = []
+    for model in (late, early):
+        engine = engine_for(tiny_dir, model=model)
+        freeze(engine.module, "visual")
+        engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
+        before = {n: p.detach().clone() for n, p in model.named_parameters() if ".visual." in n}
+        model.requires_grad_(True)
+        for _ in range(2):
+            engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
+        changed.append(any(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before))
+    (warning,) = [record.getMessage() for record in caplog.records if "optimizer" in record.getMessage()]
+    assert changed == [False, True] and "got none of" in warning and ".visual." in warning
+
+
 def test_frozen_layers_of_the_language_model_are_units(tiny_dir, processor):
     """A rank that trains the projector alone never gathers all of them. Frozen layers of the tower are not: some ranks
     may have no images."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -80,6 +81,8 @@ from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import compute_as_published
 from rlkit.vlm.routers import check_expert_ids, use_router_replay
 
+log = logging.getLogger(__name__)
+
 
 class Fsdp2Engine(OffloadingEngine):
     """Trains and scores a causal language or vision-language model.
@@ -132,6 +135,8 @@ class Fsdp2Engine(OffloadingEngine):
     """
 
     known_outputs: tuple[str, ...] = ("logprobs", "entropy")
+
+    _has_warned = False  # of gradients that the optimizer ignores
 
     def __init__(
         self,
@@ -330,9 +335,17 @@ class Fsdp2Engine(OffloadingEngine):
     def _complete_gradients(self) -> None:
         """Sum gradients over tensor-parallel ranks where FSDP does not, and drop those that the optimizer ignores."""
         trained = {p for group in self.optimizer.param_groups for p in group["params"]} if self.optimizer else set()
-        for parameter in self.module.parameters():
-            if parameter not in trained:
-                parameter.grad = None  # otherwise it would count in the norm, and add up over steps
+        ignored = {name: p for name, p in self.module.named_parameters() if p not in trained and p.grad is not None}
+        for parameter in ignored.values():
+            parameter.grad = None  # otherwise it would count in the norm, and add up over steps
+        if ignored and self.optimizer and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "optimizer: expected all parameters with gradients, got none of %d, such as %s, which are not trained; "
+                "to train them later, build the engine with them trainable, and freeze them until then",
+                len(ignored),
+                next(iter(ignored)),
+            )
         if self.replicated:
             all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
 
