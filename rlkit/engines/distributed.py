@@ -195,7 +195,28 @@ def _gather_rows(tensors: Sequence[DTensor]) -> tuple[Tensor, list[list[int]]]:
     gathered = torch.empty(sum(rank_sizes), dtype=local[0].dtype, device=local[0].device)
     parts = gathered.split(rank_sizes)
     torch.cat(local, out=parts[group.rank()])
+    _broadcast_parts(parts, group)
+    return gathered, sizes
+
+
+@torch.no_grad()
+def gather_pieces(piece: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The pieces of all ranks, one after the other, on every rank. All ranks of the group call this together.
+
+    Args:
+        piece: this rank's, flat.
+        sizes: number of elements of each rank's piece.
+        group: of these ranks.
+    """
+    gathered = piece.new_empty(sum(sizes))
+    parts = gathered.split(list(sizes))
+    parts[group.rank()].copy_(piece)
+    _broadcast_parts(parts, group)
+    return gathered
+
+
+def _broadcast_parts(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Each rank sends its part, which is flat, to all others."""
     for rank, part in enumerate(parts):
         if len(part):
             dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)  # as bytes: gloo supports few dtypes
-    return gathered, sizes

@@ -85,6 +85,9 @@ def on_fsdp1_rank(rank, path, out, port):
     found["fsdp1_parameters"] = sum(local_part(p).numel() for p in engine.module.parameters())
     with measured(found, "fsdp1_export"):
         engine.export_hf(Path(out) / "fsdp1_export", torch.bfloat16)
+    with measured(found, "fsdp1_sync"):
+        for _ in engine.get_per_tensor_param(dtype=torch.bfloat16):
+            pass
     (Path(out) / f"fsdp1.{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForImageTextToText
 
 from rlkit.engines import make_engine
@@ -56,6 +57,15 @@ def test_weights_checkpoint_export_and_sampling(tiny_dir, processor, tmp_path):
         for model in (module, exported):
             again = engine_for(tiny_dir, "fsdp2", model=model).infer_batch(batch)["logprobs"]
             torch.testing.assert_close(again, logprobs, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_are_freed_by_the_step(tiny_dir, processor, keep):
+    """A sampler may need their memory; FSDP1 alone frees them at the next forward."""
+    engine = engine_for(tiny_dir, keep_gradients=keep)
+    engine.train_batch(make_batch(processor), POLICY[0], OUTPUTS[POLICY])
+    units = FullyShardedDataParallel.fsdp_modules(engine.module)
+    assert len(units) > 2 and all((unit._flat_param.grad is not None) == keep for unit in units)
 
 
 LONGROPE = {

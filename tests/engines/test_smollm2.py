@@ -215,6 +215,8 @@ def test_host_memory_of_two_ranks_is_that_of_one_model(smollm2, tmp_path):
     for name in ("tensor", "megatron_tensor", "megatron_stages"):
         assert 0.25 * held[name] < taken[name] < 1.1 * held[name], name
     assert held["fsdp1"] == whole < taken["fsdp1"] < 1.1 * whole
-    export = first["fsdp1_export"][0] + second["fsdp1_export"][0]
-    print(f"export with fsdp1: {export / whole:.2f}")
-    assert 0.25 * whole < export < 3.3 * whole
+    export, sync = ([rank[f"fsdp1_{name}"][0] for rank in (first, second)] for name in ("export", "sync"))
+    print(f"fsdp1: export {sum(export) / whole:.2f}, weight sync {sum(sync) / whole:.2f}")
+    assert 0.25 * whole < export[0] < 0.8 * whole  # seen: 0.52 to 0.6
+    assert export[1] < 3.5 * largest and sum(export) < whole
+    assert all(0.5 * largest < peak < 3.5 * largest for peak in sync)

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from rlkit.engines.distributed import full_tensor
+from rlkit.engines.distributed import gather_objects, gather_pieces
 from rlkit.engines.fsdp.fsdp1_loading import FlattenWithoutValues, allocate, fill_flat_parameters, read_rows
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine
 from rlkit.engines.fsdp.sharding import fsdp_units, mixed_dtypes_message
@@ -58,7 +57,7 @@ class Fsdp1Engine(Fsdp2Engine):
                 raise ValueError(f"{name}: expected {supported} in the fsdp1 engine, got {value}; use the fsdp2 engine")
         if hasattr(model, "get_base_model"):
             raise ValueError("model: expected no adapters in the fsdp1 engine, got some; use the fsdp2 engine")
-        self.names = [name for name, _ in model.named_parameters()]
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
         super().__init__(model=model, **options)
 
     def _shard(self, model: Any, param_init_fn: Callable[[nn.Module], None] | None = None) -> Any:
@@ -98,14 +97,31 @@ class Fsdp1Engine(Fsdp2Engine):
     def _clip_gradients(self) -> Tensor:
         return self.module.clip_grad_norm_(self.max_grad_norm)
 
+    def _free_gradients(self) -> None:
+        super()._free_gradients()
+        for unit in FullyShardedDataParallel.fsdp_modules(self.module):
+            if unit._flat_param is not None:
+                unit._flat_param.grad = None  # FSDP1 itself would free it at the next forward
+
     def _reshard(self) -> None:
         """FSDP1 reads and writes sharded parameters by itself."""
 
     def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """One tensor at a time, whatever `bucket_bytes` is; each rank first copies its part of the model."""
-        parts: dict[str, Any] = get_model_state_dict(self.module)
-        for name in self.names:
-            yield name, full_tensor(self._cast_for_sampler(dtype, name, parts.pop(name)))
+        """One tensor at a time, whatever `bucket_bytes` is.
+
+        FSDP1 makes each parameter a view of this rank's piece of the flattened one. A single rank has all of it.
+        """
+        group = self.fsdp_mesh.get_group()
+        pieces = {
+            name.replace("_fsdp_wrapped_module.", ""): p.detach().view(-1) for name, p in self.base.named_parameters()
+        }
+        sizes = gather_objects({name: len(piece) for name, piece in pieces.items()}, group)
+        for name, shape in self.shapes.items():
+            full = pieces[name].new_empty(shape, device="meta")
+            piece = pieces[name].to(self._cast_for_sampler(dtype, name, full).dtype)
+            if group.size() > 1:
+                piece = gather_pieces(piece, [rank_sizes[name] for rank_sizes in sizes], group)
+            yield name, piece.view(shape)
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:

@@ -254,7 +254,7 @@ class Fsdp2Engine(OffloadingEngine):
             with self._changing_weights():
                 self.optimizer.step()
         if not self.keep_gradients:
-            self.optimizer.zero_grad(set_to_none=True)
+            self._free_gradients()
         if self.scheduler is not None:
             self.scheduler.step()
         reduced = reduce_metrics(sum_metrics(metrics), self.data_parallel_group)
@@ -348,6 +348,9 @@ class Fsdp2Engine(OffloadingEngine):
             )
         if self.replicated:
             all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
+
+    def _free_gradients(self) -> None:
+        self.module.zero_grad(set_to_none=True)
 
     def _clip_gradients(self) -> Tensor:
         """Scale gradients down to `max_grad_norm`; returns the norm before that."""
