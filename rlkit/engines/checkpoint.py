@@ -144,10 +144,12 @@ def _local_bytes(state: Mapping[str, Any]) -> int:
 
 def _not_finite(weights: Mapping[str, Any]) -> str:
     """The first of this rank's weights that is nan or infinite, with its tensor's name; empty if all are finite."""
-    for name, x in weights.items():
-        if isinstance(x, Tensor) and not (is_finite := local_part(x).isfinite()).all():
-            return f"{local_part(x)[~is_finite][0].item()} in {name}"
-    return ""
+    tensors = {name: local_part(x) for name, x in weights.items() if isinstance(x, Tensor)}
+    all_finite = [x.isfinite().all() for x in tensors.values()]
+    if not all_finite or torch.stack(all_finite).all():  # the host waits for the device once, not for each tensor
+        return ""
+    name, x = next((name, x) for name, x in tensors.items() if not x.isfinite().all())
+    return f"{x[~x.isfinite()][0].item()} in {name}"
 
 
 def _files_of_rank(part: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.advantages import grpo_advantages
 from rlkit.data import prompt_sample
@@ -88,6 +89,26 @@ def test_there_is_no_checkpoint_of_weights_that_are_not_finite(value, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
     checkpoint.load(tmp_path / "step_1", engine.state)
     assert engine.state["model"]["layer.weight"].eq(1).all()
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a number of a tensor, for which it would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_for_all_weights():
+    weights = {str(i): torch.ones(3, i) for i in range(9)} | {"steps": 4, "counts": torch.arange(3)}
+    with Reads() as reads:
+        assert checkpoint._not_finite(weights) == ""
+    assert reads.count == 1
+    weights["5"][1, 2], weights["7"][0] = math.inf, math.nan
+    assert checkpoint._not_finite(weights) == "inf in 5"
+    assert checkpoint._not_finite({}) == ""
 
 
 def test_a_run_ends_with_the_weights_name(run):
