@@ -409,6 +409,9 @@ def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
     """Turn dropout off, add adapters, quantize the weights below them and freeze others, as the options say.
 
     A value head is trained, whatever adapters and `freeze` say.
+
+    Raises:
+        ValueError: nothing is left to train.
     """
     if cfg.disable_dropout:
         disable_dropout(model)
@@ -419,6 +422,8 @@ def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
     freeze_parts(cfg, model)
     if head:
         model.get_output_embeddings().requires_grad_(True)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"freeze: expected some weights to train, got none left by {cfg.freeze!r}")
     return model
 
 

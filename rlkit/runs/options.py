@@ -374,7 +374,8 @@ def check_servers(cfg: RunOptions, *, needs_urls: bool = True) -> None:
 
 
 def check_sampling(cfg: Any) -> None:
-    """Raise a ValueError for responses of no token, or a temperature at which the sampling back end does not sample."""
+    """Raise a ValueError for responses of no token, a temperature at which the sampling back end does not sample, or
+    two shares of GPU memory for it."""
     from rlkit.rollout.vllm_requests import check_temperature
 
     if not isinstance(cfg, SamplingOptions):
@@ -382,6 +383,12 @@ def check_sampling(cfg: Any) -> None:
     check_range("max_new_tokens", cfg.max_new_tokens, 1)
     if cfg.rollout in ("vllm", "vllm_server"):
         check_temperature(cfg.temperature)
+    share = cfg.rollout_options.get("gpu_memory_utilization")
+    if share is not None and cfg.gpu_memory_utilization:
+        raise ValueError(
+            f"gpu_memory_utilization: expected it in one place, got {cfg.gpu_memory_utilization}, and {share} in "
+            "--rollout_options"
+        )
 
 
 def check_processor_options(cfg: RunOptions) -> None:

@@ -67,6 +67,13 @@ def test_options_of_another_engine_are_named(model, options, sentence):
     assert refusal(model, "--engine", *options).startswith(f"plan: {sentence}")
 
 
+def test_a_model_of_which_nothing_is_trained_is_one_sentence(model):
+    for options in ([], ["--lora_rank", "2"], ["--engine", "megatron"]):
+        assert refusal(model, "--freeze", ".*", *options) == (
+            "plan: freeze: expected some weights to train, got none left by '.*'"
+        )
+
+
 SERVER_OPTIONS = "servers: expected none with --rollout {0}, which samples in the processes of the run, got http://a:1"
 
 

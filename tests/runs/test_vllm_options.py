@@ -164,6 +164,16 @@ def test_temperatures_at_which_vllm_does_not_sample_are_refused(temperature):
     check_sampling(options("sft"))
 
 
+def test_two_shares_of_gpu_memory_are_refused():
+    """Those of --rollout_options would have counted."""
+    shares = (["--gpu_memory_utilization", 0.5], ["--rollout_options", "gpu_memory_utilization", "0.7"])
+    expected = "gpu_memory_utilization: expected it in one place, got 0.5, and 0.7 in --rollout_options"
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        check_sampling(options("grpo_vlm", "--rollout", "vllm", *shares[0], *shares[1]))
+    for share in shares:
+        check_sampling(options("grpo_vlm", "--rollout", "vllm", *share))
+
+
 def test_hf_says_that_it_needs_no_adapters(capsys, monkeypatch):
     """It samples with the trained model; a back end that is not known to take adapters is refused."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
