@@ -126,7 +126,8 @@ def test_what_cannot_be_shared_is_an_error_on_every_rank(results):
         "fsdp_size": "fsdp_size: expected a divisor of the 2 ranks, got 3",
         "tensor": "tensor: expected a divisor of the 2 ranks, got 3",
         "key_value": "tensor: expected a divisor of the 1 num_key_value_heads of qwen2, got 2",
-        "experts": "tensor: expected 1 for qwen3_moe, whose plan has unsupported moe_tp_experts, packed_colwise, got 2",
+        "experts": "tensor: expected 1 for qwen3_moe, whose plan has unsupported moe_tp_experts, packed_colwise, got "
+        "2; use ulysses_sequence_parallel_size for long rows, or the megatron engine",
         "adapters": "tensor: expected 1 with adapters and with Ulysses, got 2",
         "plan": "tensor: expected 1 for gpt2, which has no plan in transformers, got 2",
         "both": "fsdp_size: expected None with tensor=2, got 2",

@@ -51,7 +51,10 @@ def apply_tensor_parallel(base: Any, mesh: DeviceMesh) -> list[nn.Module]:
     plan = {name: style for name, style in base.tp_plan.items() if modules.get(name) not in embeddings}
     if unsupported := sorted(set(plan.values()) - {"colwise", "rowwise", REPLICATED}):
         styles = ", ".join(unsupported)
-        raise ValueError(f"tensor: expected 1 for {text.model_type}, whose plan has unsupported {styles}, got {size}")
+        raise ValueError(
+            f"tensor: expected 1 for {text.model_type}, whose plan has unsupported {styles}, got {size}; "
+            "use ulysses_sequence_parallel_size for long rows, or the megatron engine"
+        )
     if "colwise" not in plan.values():
         raise ValueError(f"tensor: expected 1 for {text.model_type}, which has no plan in transformers, got {size}")
     for name in ("num_attention_heads", "num_key_value_heads"):
