@@ -329,14 +329,31 @@ class RunSchedule(LambdaLR):
     A checkpoint holds the options of AdamW of the run that wrote it. A resumed run may have others (`--allow_changes
     lr`, more `--steps`), so it takes over only the number of finished updates.
 
+    Groups that `optimizer.add_param_group` adds during the run have the same schedule, each with its own peak.
+
     Args:
-        optimizer: has this run's learning rates, weight decay and betas.
+        optimizer: has this run's learning rates, and the weight decay and betas of an AdamW.
         share_of_peak: finished updates -> learning rate of the next update, as a share of the optimizer's.
     """
 
     def __init__(self, optimizer: Optimizer, share_of_peak: Callable[[int], float]) -> None:
-        self.options = [{"weight_decay": g["weight_decay"], "betas": g["betas"]} for g in optimizer.param_groups]
+        self.options = [_own_options(group) for group in optimizer.param_groups]
         super().__init__(optimizer, share_of_peak)
+        add_to_optimizer = optimizer.add_param_group
+
+        def add_param_group(group: dict[str, Any]) -> None:
+            add_to_optimizer(group)
+            self._schedule(optimizer.param_groups[-1])
+
+        optimizer.add_param_group = add_param_group  # type: ignore[assignment, method-assign]
+
+    def _schedule(self, group: dict[str, Any]) -> None:
+        """Give a group that was added to the optimizer the learning rate of the next update."""
+        share_of_peak = self.lr_lambdas[0]
+        self.base_lrs.append(group["lr"])
+        self.lr_lambdas.append(share_of_peak)
+        self.options.append(_own_options(group))
+        group.update(initial_lr=group["lr"], lr=group["lr"] * share_of_peak(self.last_epoch))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved update. The optimizer's state has to be loaded before."""
@@ -345,6 +362,11 @@ class RunSchedule(LambdaLR):
         for group, peak, options, share_of_peak in groups:
             group.update(initial_lr=peak, lr=peak * share_of_peak(self.last_epoch), **options)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of AdamW in a group of an optimizer; others do not have all of them."""
+    return {name: group[name] for name in ("weight_decay", "betas") if name in group}
 
 
 def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, optimizer_steps: int) -> RunSchedule:

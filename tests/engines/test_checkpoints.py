@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from rlkit.engines import checkpoint, make_engine
 from rlkit.losses import token_mean
+from rlkit.runs.models import RunSchedule
 from rlkit.vlm import freeze, load_model, load_processor, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,6 +31,10 @@ def weighted_loss(out, mb):
 
 def hyperbolic(optimizer):
     return lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+
+
+def halved(updates):
+    return 0.5**updates
 
 
 def multi_step(optimizer):
@@ -230,6 +235,36 @@ def test_weights_that_were_trained_before_they_were_frozen(tiny_dir, processor, 
     other.load_checkpoint(tmp_path / "step_1")
     trained = dict(engine.get_per_tensor_param())
     assert all(torch.equal(x, trained[name]) for name, x in other.get_per_tensor_param())
+
+
+def test_parameters_that_were_added_to_the_optimizer(tiny_dir, processor, tmp_path):
+    """A resumed run adds them before it loads the checkpoint."""
+
+    def partly_frozen():
+        model = load_model(tiny_dir)
+        freeze(model, "visual")
+        return make_resumable(tiny_dir, model=model, scheduler=lambda optimizer: RunSchedule(optimizer, halved))
+
+    def add_the_tower(engine):
+        tower = [p for p in engine.module.parameters() if not p.requires_grad]
+        engine.module.requires_grad_(True)
+        engine.optimizer.add_param_group({"params": tower, "lr": 1e-3})
+
+    batch, outputs = make_batch(processor), ("logprobs", "entropy")
+    engine, resumed = partly_frozen(), partly_frozen()
+    engine.train_batch(batch, weighted_loss, outputs)
+    add_the_tower(engine)
+    engine.train_batch(batch, weighted_loss, outputs)
+    engine.save_checkpoint(tmp_path / "step_2")
+    with pytest.raises(ValueError, match="expected only parameters that this model trains, got 30 others such as"):
+        partly_frozen().load_checkpoint(tmp_path / "step_2")
+    add_the_tower(resumed)
+    resumed.load_checkpoint(tmp_path / "step_2")
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == [1e-2 / 4, 1e-3 / 4]
+    expected = engine.train_batch(batch, weighted_loss, outputs)
+    assert resumed.train_batch(batch, weighted_loss, outputs) == expected
+    trained = dict(engine.get_per_tensor_param())
+    assert all(torch.equal(x, trained[name]) for name, x in resumed.get_per_tensor_param())
 
 
 def test_weights_of_an_engine_without_an_optimizer(tiny_dir, tmp_path):

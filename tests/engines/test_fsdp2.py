@@ -367,22 +367,24 @@ def test_frozen_vision_tower_has_no_gradient_and_does_not_change(tiny_dir, proce
         assert torch.equal(tensor, before[name]) == (".visual." in name), name
 
 
-def test_parameters_that_the_optimizer_does_not_have_are_named_once(tiny_dir, processor, caplog):
-    """They were unfrozen after the engine was built. Frozen after it was built, they can be trained later."""
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_parameters_that_are_unfrozen_later_are_trained_or_refused(tiny_dir, processor, backend):
+    """Added to the optimizer, they are trained as if they had been trainable from the start."""
     late, early = load_model(tiny_dir), load_model(tiny_dir)
     freeze(late, "visual")
-    changed = []
-    for model in (late, early):
-        engine = engine_for(tiny_dir, model=model)
-        freeze(engine.module, "visual")
-        engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
-        before = {n: p.detach().clone() for n, p in model.named_parameters() if ".visual." in n}
-        model.requires_grad_(True)
-        for _ in range(2):
-            engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
-        changed.append(any(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before))
-    (warning,) = [record.getMessage() for record in caplog.records if "optimizer" in record.getMessage()]
-    assert changed == [False, True] and "got none of" in warning and ".visual." in warning
+    batch = make_batch(processor)
+    engines = [engine_for(tiny_dir, backend=backend, model=model) for model in (late, early)]
+    engines[0].module.requires_grad_(True)
+    before = {n: p.detach().clone() for n, p in late.named_parameters()}
+    with pytest.raises(ValueError, match=r"got none of 30 such as .*visual.*; add them with engine\.optimizer"):
+        engines[0].train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    assert all(torch.equal(p, before[n]) for n, p in late.named_parameters())
+    tower = [p for name, p in engines[0].module.named_parameters() if "visual" in name]
+    engines[0].optimizer.add_param_group({"params": tower})
+    for engine in engines:
+        engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    for (name, ours), (_, expected) in zip(late.named_parameters(), early.named_parameters(), strict=True):
+        assert torch.equal(ours, expected) and not torch.equal(ours, before[name]), name
 
 
 def test_frozen_layers_of_the_language_model_are_units(tiny_dir, processor):
@@ -773,18 +775,17 @@ def test_frozen_adapter_matrices_stay_frozen_after_the_reference_has_scored(tiny
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
-def test_gradients_of_weights_that_the_optimizer_does_not_have_are_left_out(tiny_dir, processor, backend):
-    """They were added up over steps and counted in clipping."""
-    batch = make_batch(processor)
-
-    def norms_of(optimizer):
-        engine = engine_for(tiny_dir, backend=backend, optimizer=optimizer, keep_gradients=False)
-        return [engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))["grad_norm"] for _ in range(3)]
-
-    whole = norms_of(lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    parts = [norms_of(lambda ps, i=i: torch.optim.SGD([*ps][i::2], lr=0.0)) for i in range(2)]
-    assert len(set(parts[0])) == len(set(parts[1])) == 1
-    assert math.hypot(parts[0][0], parts[1][0]) == pytest.approx(whole[0], rel=1e-5)
+def test_the_optimizer_has_exactly_the_trained_parameters(tiny_dir, processor, backend):
+    model = load_model(tiny_dir)
+    freeze(model, "visual")
+    with pytest.raises(
+        ValueError, match="optimizer: expected all parameters that require gradients, got none of 13 su"
+    ):
+        engine_for(tiny_dir, backend=backend, model=model, optimizer=lambda ps: torch.optim.SGD([*ps][::2], lr=0.0))
+    engine = engine_for(tiny_dir, backend=backend)
+    engine.optimizer.add_param_group({"params": [*torch.nn.Linear(2, 1).parameters()]})
+    with pytest.raises(ValueError, match=r"optimizer: expected parameters of engine\.module, got 2 others, whose grad"):
+        engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
 
 
 def test_separate_experts_on_several_ranks_need_a_newer_torch(monkeypatch):

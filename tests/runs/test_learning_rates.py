@@ -74,3 +74,26 @@ def test_a_resumed_run_with_the_same_options_has_the_same_learning_rates():
     resumed.load_state_dict(optimizer.state_dict())
     resumed_schedule.load_state_dict(schedule.state_dict())
     assert train(resumed, resumed_schedule, 4) == whole[3:]
+
+
+def test_a_group_that_is_added_has_the_schedule_with_its_own_peak():
+    """From its first update on; also if an update between was skipped."""
+    optimizer, schedule = start(updates=4)
+    assert train(optimizer, schedule, 1) == [1.0]
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1})
+    first = optimizer.param_groups[1]["params"][0]
+    first.grad = torch.ones(1)
+    before = first.item()
+    train(optimizer, schedule, 1)
+    assert before - first.item() == pytest.approx(0.075, rel=1e-5)  # AdamW's first step is the learning rate
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.2})
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.25, 0.025, 0.05])
+
+
+def test_an_optimizer_without_the_options_of_adamw_has_a_schedule():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = learning_rate_schedule(optimizer, Options(), 2)
+    assert train(optimizer, schedule, 1) == [1.0]
+    schedule.load_state_dict(schedule.state_dict())
+    assert train(optimizer, schedule, 1) == [0.5]

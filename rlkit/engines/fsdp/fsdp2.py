@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -81,8 +80,6 @@ from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import compute_as_published
 from rlkit.vlm.routers import check_expert_ids, use_router_replay
 
-log = logging.getLogger(__name__)
-
 
 class Fsdp2Engine(OffloadingEngine):
     """Trains and scores a causal language or vision-language model.
@@ -135,8 +132,6 @@ class Fsdp2Engine(OffloadingEngine):
     """
 
     known_outputs: tuple[str, ...] = ("logprobs", "entropy")
-
-    _has_warned = False  # of gradients that the optimizer ignores
 
     def __init__(
         self,
@@ -193,9 +188,9 @@ class Fsdp2Engine(OffloadingEngine):
         self._prepare_model(gradient_checkpointing=enable_gradient_checkpointing, compiled=use_torch_compile)
         self.module = self._sharded(model)
         self.optimizer = optimizer([p for p in self.module.parameters() if p.requires_grad]) if optimizer else None
+        self._trained: set[str] = set()  # names of parameters, see `_check_trained`
         if optimizer:
-            check_uniform_dtypes(self.module)
-            reduce_unused_experts(self.module)
+            self._check_trained()
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self._set_up_offloading(self._sharded_weights, self._optimizer_state, enabled=offload_between_phases)
 
@@ -232,6 +227,7 @@ class Fsdp2Engine(OffloadingEngine):
                 "train_batch: expected enabled adapters, got disabled ones, which are not trained; call it outside of "
                 "`with engine.disable_adapter()`"
             )
+        self._check_trained()
         self._count_totals(batch)
         count_pass(self, batch, backward=True)
         self._start_loading_state()
@@ -246,7 +242,8 @@ class Fsdp2Engine(OffloadingEngine):
             if loss.requires_grad:
                 loss.backward()
             metrics.append(micro_batch_metrics)
-        self._complete_gradients()
+        if self.replicated:  # FSDP does not sum these over tensor-parallel ranks
+            all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
         grad_norm = self._clip_gradients().item()
         lr = self.optimizer.param_groups[0]["lr"]
         is_finite = math.isfinite(grad_norm)
@@ -332,22 +329,30 @@ class Fsdp2Engine(OffloadingEngine):
         logits = model_logits(self.module, inputs)
         return outputs_from_logits(logits, inputs.targets, outputs, functions, **options)
 
-    def _complete_gradients(self) -> None:
-        """Sum gradients over tensor-parallel ranks where FSDP does not, and drop those that the optimizer ignores."""
-        trained = {p for group in self.optimizer.param_groups for p in group["params"]} if self.optimizer else set()
-        ignored = {name: p for name, p in self.module.named_parameters() if p not in trained and p.grad is not None}
-        for parameter in ignored.values():
-            parameter.grad = None  # otherwise it would count in the norm, and add up over steps
-        if ignored and self.optimizer and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "optimizer: expected all parameters with gradients, got none of %d, such as %s, which are not trained; "
-                "to train them later, build the engine with them trainable, and freeze them until then",
-                len(ignored),
-                next(iter(ignored)),
+    def _check_trained(self) -> None:
+        """Check the parameters that require gradients; a recipe may have frozen or unfrozen some since the last step.
+
+        Raises:
+            ValueError: one is in no group of the optimizer, so it would not be trained; or the optimizer has one of
+                another module, whose gradients are not summed over ranks.
+        """
+        assert self.optimizer is not None
+        in_groups = {p for group in self.optimizer.param_groups for p in group["params"]}
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if missing := [name for name, p in trained.items() if p not in in_groups]:
+            raise ValueError(
+                f"optimizer: expected all parameters that require gradients, got none of {len(missing)} such as "
+                f"{missing[0]}; add them with engine.optimizer.add_param_group({{'params': [...]}}), or freeze them"
             )
-        if self.replicated:
-            all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
+        if others := in_groups.difference(self.module.parameters()):
+            raise ValueError(
+                f"optimizer: expected parameters of engine.module, got {len(others)} others, whose gradients are not "
+                "summed over ranks, and which are in no checkpoint; train them with an optimizer of their own"
+            )
+        if self._trained != set(trained):
+            check_uniform_dtypes(self.module)
+            reduce_unused_experts(self.module)
+            self._trained = set(trained)
 
     def _free_gradients(self) -> None:
         self.module.zero_grad(set_to_none=True)
