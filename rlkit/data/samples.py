@@ -271,7 +271,7 @@ class Batch:
         lengths = torch.tensor(self.lengths, dtype=torch.long, device=self.tokens.device)
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lengths[:, None]
 
-    def select(self, rows: Sequence[int] | Sequence[bool] | Tensor) -> Batch:
+    def select(self, rows: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> Batch:
         """A batch of some rows, cut to the longest of them; `total_tokens` and `total_sequences` stay the same.
 
         Args:
@@ -280,23 +280,24 @@ class Batch:
         Raises:
             ValueError: another number of bools than rows.
         """
-        rows = rows.tolist() if isinstance(rows, Tensor) else list(rows)
-        if rows and isinstance(rows[0], bool):
-            if len(rows) != len(self):
-                raise ValueError(f"rows: expected a bool for each of the {len(self)} rows, got {len(rows)}")
-            rows = [i for i, selected in enumerate(rows) if selected]
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
-        lengths = [self.lengths[i] for i in rows]
+        given = rows.tolist() if isinstance(rows, Tensor | np.ndarray) else rows
+        numbers: list[Any] = [x.item() if isinstance(x, Tensor | np.generic) else x for x in given]
+        if numbers and isinstance(numbers[0], bool):
+            if len(numbers) != len(self):
+                raise ValueError(f"rows: expected a bool for each of the {len(self)} rows, got {len(numbers)}")
+            numbers = [i for i, selected in enumerate(numbers) if selected]
+        index = torch.as_tensor(numbers, dtype=torch.long, device=self.tokens.device)
+        lengths = [self.lengths[i] for i in numbers]
         width = max(lengths, default=1)
 
         def cut(x: Tensor) -> Tensor:
             return x[index] if x.ndim == 1 else x[index, :width]
 
         fields = {name: cut(x) for name, x in self.fields.items()}
-        part = Batch(cut(self.tokens), cut(self.mask), lengths, [self.vision[i] for i in rows], **fields)
+        part = Batch(cut(self.tokens), cut(self.mask), lengths, [self.vision[i] for i in numbers], **fields)
         part.total_tokens, part.total_sequences = self.total_tokens, self.total_sequences
         if self.token_fields:
-            tokens = self.trained_tokens_of_rows(rows)
+            tokens = self.trained_tokens_of_rows(numbers)
             part.add_token_fields(**{name: x[tokens] for name, x in self.token_fields.items()})
         return part
 

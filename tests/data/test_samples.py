@@ -2,6 +2,7 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -335,7 +336,16 @@ def test_a_batch_without_rows_can_be_viewed_as_bytes():
     assert [x.view(torch.uint8).numel() for x in (batch.tokens, batch.mask, batch.rollout_logprobs)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("kept", [[True, False, True], torch.tensor([True, False, True])])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        [True, False, True],
+        torch.tensor([1, 0, 1]) > 0,
+        np.array([1, 0, 1]) > 0,
+        [x > 0 for x in torch.tensor([1, 0, 1])],
+    ],
+    ids=["bools", "tensor", "array", "tensors"],
+)
 def test_rows_are_selected_by_number_or_by_whether_they_are_kept(kept):
     batch = collate([answered([], [7, 8]), answered([], [7]), answered([], [9, 9])], number=torch.arange(3))
     assert batch.select(kept).number.tolist() == [0, 2] == batch.select(torch.tensor([0, 2])).number.tolist()
