@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
@@ -12,6 +13,7 @@ from torch import Tensor
 from rlkit.losses import gspo_loss, gspo_token_loss, luspo_loss, ratio_stats, sequence_ratio_stats
 
 SEQUENCE_LOSSES = (gspo_loss, gspo_token_loss, luspo_loss)  # clip one ratio per response
+CLIPS = ("clip_low", "clip_high", "log_clip_low", "log_clip_high")  # arguments of losses
 
 
 def clip_stats(
@@ -23,10 +25,14 @@ def clip_stats(
         loss: its clips are those that a `functools.partial` has fixed, or its defaults. A loss of yours without a
             `clip_low` or `clip_high` gets those of `ratio_stats`.
         logprobs, old_logprobs, advantages, mask: as for these functions.
-        clip: `clip_low` or `clip_high`, in place of those of the loss.
+        clip: some of `CLIPS`, in place of those of the loss.
     """
     defaults = {name: parameter.default for name, parameter in signature(loss).parameters.items()}
-    own = {name: defaults[name] for name in ("clip_low", "clip_high") if isinstance(defaults.get(name), float | int)}
+    found = {name: defaults[name] for name in CLIPS if isinstance(defaults.get(name), float | int)} | clip
+    if "log_clip_low" in found:  # GMPO clips log-ratios
+        found["clip_low"] = 1 - math.exp(-found.pop("log_clip_low"))
+    if "log_clip_high" in found:
+        found["clip_high"] = math.exp(found.pop("log_clip_high")) - 1
     function = loss.func if isinstance(loss, partial) else loss
     stats = sequence_ratio_stats if function in SEQUENCE_LOSSES else ratio_stats
-    return stats(logprobs.detach(), old_logprobs, advantages, mask, **{**own, **clip})
+    return stats(logprobs.detach(), old_logprobs, advantages, mask, **found)

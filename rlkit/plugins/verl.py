@@ -38,7 +38,7 @@ from torch import Tensor
 from rlkit import advantages as adv
 from rlkit import losses
 from rlkit.plugins._versions import require
-from rlkit.plugins.clip_stats import clip_stats
+from rlkit.plugins.clip_stats import CLIPS, clip_stats
 
 try:
     require("verl", "0.9")
@@ -136,7 +136,7 @@ def register_loss(name: str, loss: Callable[..., Tensor], options: dict[str, str
         if rollout_is_weights is not None:
             per_token = per_token * torch.where(mask, rollout_is_weights, 0)
         value = agg_loss(per_token, mask, loss_agg_mode, **config.global_batch_info)
-        clip = {argument: given[argument] for argument in ("clip_low", "clip_high") if argument in given}
+        clip = {argument: given[argument] for argument in CLIPS if argument in given}
         stats = clip_stats(loss, log_prob, old_log_prob, advantages, mask, **clip)
         kl = losses.token_mean(losses.kl_k1(old_log_prob, log_prob.detach(), mask), mask)
         return value, {"actor/ppo_kl": kl.item(), "actor/pg_clipfrac": stats["ratio/clip_fraction"].item()}

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlkit.losses import cispo_loss, clipped_policy_loss, gspo_loss
+from rlkit.losses import cispo_loss, clipped_policy_loss, gmpo_loss, gspo_loss
 from rlkit.plugins.clip_stats import clip_stats
 
 
@@ -25,6 +25,8 @@ def two_clips(logprobs, old_logprobs, advantages, mask, clip_low, clip_high=0.4)
         (partial(two_clips, clip_low=0.2, clip_high=1.0), {}, 1 / 4),
         (partial(gspo_loss, clip_high=0.6), {}, 1 / 2),  # per response: sqrt(1.5 * 1.25) = 1.37 and sqrt(3 * 1) = 1.73
         (gspo_loss, {}, 1),
+        (gmpo_loss, {}, 2 / 4),  # log-ratios 0.41, 0.22, 1.1 and 0 above 0.4
+        (partial(gmpo_loss, log_clip_high=0.41), {"log_clip_low": 0.1}, 1 / 4),
     ],
 )
 def test_the_clip_fraction_is_that_of_the_loss(loss, clip, expected):
