@@ -14,6 +14,7 @@ from torch import Tensor
 from rlkit.data import Sample, Task
 from rlkit.rewards import RewardScorer
 from rlkit.rollout import Sampling, WeightSyncCheck
+from rlkit.rollout.sampling import sample_name, sampling_per_request
 from rlkit.runs.models import sync_check_dtype
 from rlkit.runs.options import sends_adapters
 from rlkit.runs.responses import (
@@ -122,6 +123,8 @@ class PolicySampler:
         self.warnings = LearningWarnings(cfg, run, compares)
         self.encoder = encoder_for(cfg, processor)
         self.sent_bytes = 0  # of the last weight sync
+        self._drawn: set[tuple[Any, ...]] = set()  # seed, group id and tokens of what was sampled in a step to train on
+        self._drawn_in_step: int | None = None
 
     @property
     def longest_prompt(self) -> int:
@@ -200,14 +203,11 @@ class PolicySampler:
                 `--from_rollouts` they are the saved responses of this step.
 
         Raises:
-            ValueError: the temperature of responses to train on, unless 0, is not that of the engine.
+            ValueError: responses to train on have another temperature than the engine's, unless 0, or a seed with which
+                the same prompt was sampled in this step before: they would be the same responses.
         """
-        at = getattr(self.engine, "temperature", sampling.temperature)
-        if training and sampling.temperature and sampling.temperature != at:
-            raise ValueError(
-                f"temperature: expected the engine's, {at:g}, got {sampling.temperature:g} for responses to train on; "
-                "set engine.temperature to the same"
-            )
+        if training:
+            self._check_sampling(prompts.samples, sampling)
         self.run.phase(phase)
         if training and self._reads_rollouts:
             responses = self._saved_responses(prompts, phase)
@@ -219,6 +219,29 @@ class PolicySampler:
         if training:
             record_draw(self.run, self.engine, prompts.samples, sampling, phase, responses.generated, responses.rewards)
         return responses
+
+    def _check_sampling(self, prompts: Sequence[Sample], sampling: Sampling | Sequence[Sampling]) -> None:
+        """Raise a ValueError if responses to train on cannot be sampled so, see `sample`."""
+        of_engine = getattr(self.engine, "temperature", None)
+        for one in [sampling] if isinstance(sampling, Sampling) else sampling:
+            if one.temperature and of_engine not in (None, one.temperature):
+                raise ValueError(
+                    f"temperature: expected the engine's, {of_engine:g}, got {one.temperature:g} for responses to "
+                    "train on; set engine.temperature to the same"
+                )
+        step = self.run.running_step
+        if step is None or self._reads_rollouts:
+            return
+        if step != self._drawn_in_step:
+            self._drawn_in_step, self._drawn = step, set()
+        for prompt, one in zip(prompts, sampling_per_request(sampling, prompts), strict=True):
+            draw = (one.seed, prompt.group_id, tuple(prompt.token_ids))
+            if one.temperature and draw in self._drawn:
+                raise ValueError(
+                    f"seed: expected another than {one.seed} for a second draw of {sample_name(prompt)} in this step, "
+                    "which would have the same responses"
+                )
+            self._drawn.add(draw)
 
     def check_routing(self, responses: Sequence[Sample]) -> None:
         """With `--router_replay`, end the run if the sampler did not record its choice of experts."""

@@ -73,7 +73,7 @@ def evaluating(folder, generate, reward, named):
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
     run = SimpleNamespace(
         phase=nothing, stop=sys.exit, is_main_process=False, log_evaluation=recorded.update, out=folder, step=0,
-        print=said.append,
+        print=said.append, running_step=None,
     )  # fmt: skip
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=reward), None, engine, rollout, generate=generate)
     return sampler, recorded, said
@@ -200,6 +200,33 @@ def test_responses_to_train_on_are_sampled_at_the_engines_temperature(tmp_path):
     with pytest.raises(ValueError, match=expected):
         sampler.sample(prompts, warm)
     assert sampler.sample(prompts, warm, training=False).generated == sampler.greedy(prompts).generated == []
+    assert sampler.sample(prompts, [Sampling(6), Sampling(5)][:0]).generated == []  # one for each prompt
+    with pytest.raises(ValueError, match=expected):
+        sampler.sample(prompts, [Sampling(6), warm])
+
+
+def test_a_second_draw_in_a_step_needs_another_seed(tmp_path):
+    """The random numbers depend on the seed, the group id and the number of the response alone."""
+    sampler, *_ = evaluating(tmp_path, lambda *_, **__: [], None, "")
+    sampler.run.running_step = 3
+    sampling = Sampling(6, seed=(0, 3))
+    first, second = (Prompts([replace(prompt_sample([1, 2]), group_id=i)]) for i in range(2))
+    sampler.sample(first, sampling)
+    sampler.sample(second, sampling)  # another prompt, as in dynamic sampling
+    sampler.sample(Prompts([replace(prompt_sample([1, 2, 3]), group_id=0)]), sampling)  # the prompt with a hint
+    sampler.sample(first, sampling, training=False)
+    for _ in range(2):
+        sampler.sample(first, replace(sampling, temperature=0.0))
+    with pytest.raises(
+        ValueError, match=r"^seed: expected another than \(0, 3\) for a second draw of group 0 in this st"
+    ):
+        sampler.sample(first, sampling, n=8)
+    sampler.sample(first, replace(sampling, seed=(0, 3, 1)))
+    sampler.run.running_step = 4  # as a run that resumes, or is replayed
+    sampler.sample(first, sampling)
+    sampler.run.running_step = None
+    for _ in range(2):
+        sampler.sample(first, sampling)
 
 
 @pytest.mark.parametrize("most", [0, 1000])
