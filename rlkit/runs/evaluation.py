@@ -86,37 +86,42 @@ def with_intervals(results: Mapping[str, Any], rows: Any, when: str = "") -> dic
 
 
 def record_evaluation(
-    run: Run, engine: Any, when: str, results: Mapping[str, float], *, rows: int, skipped: int
+    run: Run, engine: Any, when: str, results: Mapping[str, float], *, rows: int, skipped: int, name: str = ""
 ) -> None:
     """Write the results of an evaluation to eval.json, and print them.
 
     The list `evaluations` in the file has all results, with the number of finished steps; those of several sets of
-    held-out rows at one step are one entry. Results before and after
-    training are also stored under their own names, such as `accuracy_after`.
+    held-out rows at one step are one entry. Results before and after training are also stored under their own names,
+    such as `accuracy_after`.
 
     Args:
         when: "before", "during" or "after" training.
         results: over all ranks, by name; see `means_of_rows` for NAME_error and NAME_rows. `unscored` is the number of
             greedy responses without a reward, and `unanswered` that of rows without a response.
         rows, skipped: number of held-out rows of this rank that were used, and that could not be used.
+        name: of a second set of held-out rows; it begins the names in the file, as in `easy/accuracy`.
     """
     counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
     rows, skipped = (int(x) for x in counts)
-    results = {name: x for name, x in results.items() if rows or not math.isnan(x)}  # of no row, none is a result
+    results = {key: x for key, x in results.items() if rows or not math.isnan(x)}  # of no row, none is a result
+    prefix = f"{name}/" if name else ""
+    stored = {f"{prefix}{key}": x for key, x in results.items() if not name or x or key not in NOT_MEASURED}
     step = 0 if when == "before" else run.step + 1
     earlier = [one for one in _evaluations(run) if one["step"] < step]
-    others = [one for one in _evaluations(run) if one["step"] == step]  # of other rows at this step, see `name` there
-    evaluations = [*earlier, {"step": step, **(others[0] if others else {}), **results}]
-    named = {} if when == "during" else {f"{name}_{when}": x for name, x in results.items()}
-    run.log_evaluation(**named, heldout=rows, heldout_skipped=skipped, evaluations=evaluations)
+    same_step = next((one for one in _evaluations(run) if one["step"] == step), {})  # of other rows
+    evaluations = [*earlier, {"step": step, **same_step, **stored}]
+    named = {} if when == "during" else {f"{key}_{when}": x for key, x in stored.items()}
+    used = {f"{prefix}heldout": rows, f"{prefix}heldout_skipped": skipped}
+    run.log_evaluation(**named, **used, evaluations=evaluations)
     if run.is_main_process:
         texts = with_intervals(results, rows).items()
-        shown = [f"{name.replace('_', ' ')} {text}" for name, text in texts if name not in NOT_MEASURED]
+        shown = [f"{key.replace('_', ' ')} {text}" for key, text in texts if key not in NOT_MEASURED]
         unanswered = f"; rows without a response: {count:.0f}" if (count := results.get("unanswered", 0)) else ""
         unscored = f"; responses without a reward: {count:.0f}" if (count := results.get("unscored", 0)) else ""
         after = f"after {step} steps" if when == "during" else when
         nothing = "no response was scored" if rows else "there was nothing to evaluate"
-        run.print(f"held-out {after}: {', '.join(shown) or nothing} ({rows} rows{unanswered}{unscored})")
+        of = f" {name}" if name else ""
+        run.print(f"held-out{of} {after}: {', '.join(shown) or nothing} ({rows} rows{unanswered}{unscored})")
 
 
 def evaluate_at_start(cfg: Any, run: Run, start: int, evaluate: Callable[[str], Any], engine: Any) -> None:

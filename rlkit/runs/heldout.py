@@ -9,7 +9,6 @@ import torch
 
 from rlkit.data import Sample
 from rlkit.report import prompt_record
-from rlkit.report.intervals import NOT_MEASURED
 from rlkit.rewards import scoring_problem
 from rlkit.rollout import Sampling
 from rlkit.rollout.sampling import sample_name
@@ -55,11 +54,10 @@ def evaluate_heldout(
     unanswered = engine.global_sum(torch.tensor(float(len(prompts.samples) - len(answered.samples)))).item()
     if cfg.max_new_tokens and unanswered:
         results["unanswered"] = unanswered
-    if name:
-        results = {f"{name}/{key}": x for key, x in results.items() if x or key not in NOT_MEASURED}
     if when != "after":  # `finish` writes the responses after training
         keep_heldout(run, responses.scored, 0 if when == "before" else run.step + 1)
-    record_evaluation(run, engine, when, results, rows=len(prompts.samples), skipped=len(prompts.skipped))
+    counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
+    record_evaluation(run, engine, when, results, **counts, name=name)
     return responses.scored
 
 

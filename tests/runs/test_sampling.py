@@ -159,7 +159,7 @@ def test_the_interval_of_an_accuracy_counts_rows_with_a_response(rewards, shown,
     assert recorded["unanswered_after"] == 98 and recorded["heldout"] == 100
 
 
-def test_two_sets_of_held_out_rows_are_one_evaluation(tmp_path):
+def test_two_sets_of_held_out_rows_are_one_evaluation(tmp_path, capsys):
     """The second one's results are named; those of the same step before are kept, and of earlier steps."""
 
     def generate(prompts, sampling, n, on_finished):
@@ -183,6 +183,8 @@ def test_two_sets_of_held_out_rows_are_one_evaluation(tmp_path):
         (0, 0.25, 1.0), (5, 0.25, 1.0),
     ]  # fmt: skip
     assert found["accuracy_after"] == 0.25 and found["easy/accuracy_after"] == 1.0
+    assert (found["heldout"], found["easy/heldout"]) == (4, 2)  # those of a model card are the first
+    assert "held-out easy after: accuracy 1.000 (95 %: 0.342 to 1.000) (2 rows)" in capsys.readouterr().out
     assert "held-out easy/accuracy " in closing_table(sampler.run, {})
 
 
