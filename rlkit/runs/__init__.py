@@ -37,6 +37,7 @@ from rlkit.runs.models import (
     check_rollout_takes_adapters,
     check_same_tokens,
     find_model,
+    learning_rate_schedule,
 )
 from rlkit.runs.option_types import (
     Above,
@@ -124,6 +125,7 @@ __all__ = [
     "global_loss",
     "group_ids_of_all_ranks",
     "keep_on_device",
+    "learning_rate_schedule",
     "load_named_task",
     "mean_and_error",
     "means_of_rows",
