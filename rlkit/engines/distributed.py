@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -84,6 +84,25 @@ def all_reduce(
     x = x.detach().to("cpu", copy=True)
     dist.all_reduce(x, op=op, group=group)
     return x
+
+
+def start_copy_to_host(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Start to copy tensors of one device to the host.
+
+    Returns:
+        A function that waits for the copies, but for no later work on the device, and returns them.
+    """
+    copies = {name: x.to("cpu", non_blocking=True) for name, x in tensors.items()}  # in pinned memory
+    device = next(iter(tensors.values())).device
+    if device.type == "cpu":
+        return lambda: copies
+    copied = torch.get_device_module(device).current_stream(device).record_event()
+
+    def wait() -> dict[str, Tensor]:
+        copied.synchronize()
+        return copies
+
+    return wait
 
 
 def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGroup | None = None) -> dict[str, float]:

@@ -26,6 +26,7 @@ from rlkit.engines.distributed import (
     make_model_parallel_group,
     reduce_metrics,
     shard_like,
+    start_copy_to_host,
 )
 from rlkit.engines.export import export_adapter, export_hf
 from rlkit.engines.flops import count_pass
@@ -437,13 +438,23 @@ class Fsdp2Engine(OffloadingEngine):
         count_pass(self, batch)
         self.module.eval()
         results: dict[str, Tensor] = {}
+
+        def store(tokens: Tensor, wait: Callable[[], dict[str, Tensor]]) -> None:
+            for name, x in wait().items():
+                result = results.setdefault(name, torch.zeros(int(batch.mask.sum()), *x.shape[1:], dtype=x.dtype))
+                result[tokens] = x
+
+        earlier: list[Any] = []  # the micro-batch whose results are still being computed and copied
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             inputs = self._inputs(micro_batch, dummy)
             tokens = batch.trained_tokens_of_rows(rows)[micro_batch.trained_token_index(inputs.output_indices)]
-            for name, x in gather_over_ulysses(compute(inputs), inputs, self.ulysses).items():
-                result = results.setdefault(name, torch.zeros(int(batch.mask.sum()), *x.shape[1:], dtype=x.dtype))
-                result[tokens] = x[: len(tokens)].cpu()
+            found = gather_over_ulysses(compute(inputs), inputs, self.ulysses)
+            wait = start_copy_to_host({name: x[: len(tokens)] for name, x in found.items()})
+            if earlier:
+                store(*earlier)
+            earlier = [tokens, wait]
+        store(*earlier)
         self._reshard()
         return results
 

@@ -79,18 +79,19 @@ def context_parallel_inputs(
     source = padded.source[concatenated_ranges(*_chunks(padded, ranks, rank))]  # of this rank's tokens
     is_token, position = source >= 0, source.clamp(min=0)
     if routed_experts is not None:
-        routed_experts = routed_experts[position].masked_fill(~is_token[:, None, None], -1).to(device)
+        routed_experts = routed_experts[position].masked_fill(~is_token[:, None, None], -1)
+        routed_experts = routed_experts.to(device, non_blocking=True)
     key_order = _key_order(padded, ranks)
     params = PackedRowParams(
         qkv_format="sbhd",
         layout=_local_layout(padded, ranks, rank, device),
-        key_order=None if key_order is None else key_order.to(device),
+        key_order=None if key_order is None else key_order.to(device, non_blocking=True),
         source=source,
         routed_experts=routed_experts,
     )
     kwargs = {
-        "input_ids": torch.where(is_token, ids[position], 0)[None].to(device),
-        "position_ids": inputs.kwargs["position_ids"][..., position].expand(3, 1, -1).to(device),
+        "input_ids": torch.where(is_token, ids[position], 0)[None].to(device, non_blocking=True),
+        "position_ids": inputs.kwargs["position_ids"][..., position].expand(3, 1, -1).to(device, non_blocking=True),
         "attention_mask": None,
         "packed_seq_params": params,
     }

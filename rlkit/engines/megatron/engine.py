@@ -42,6 +42,7 @@ from rlkit.engines.distributed import (
     init_distributed,
     make_model_parallel_group,
     reduce_metrics,
+    start_copy_to_host,
 )
 from rlkit.engines.export import export_hf
 from rlkit.engines.flops import count_pass
@@ -64,6 +65,7 @@ from rlkit.engines.megatron.model import (
 )
 from rlkit.engines.megatron.optimizer import (
     checkpoint_state,
+    clip_grad_norm,
     expected_shapes,
     load_param_groups,
     load_tensors,
@@ -285,7 +287,7 @@ class MegatronEngine(OffloadingEngine):
             self.optimizer.zero_grad()
             metrics = self._run(batch, outputs, finish, train=True)
             self.distributed_optimizer.prepare_grads()
-            grad_norm = float(self.distributed_optimizer.clip_grad_norm(self.max_grad_norm))
+            grad_norm = clip_grad_norm(self.distributed_optimizer, self.max_grad_norm)
             is_finite = grad_norm < float("inf")
             lr = self.optimizer.param_groups[0]["lr"]
             if is_finite and batch.total_tokens:
@@ -309,20 +311,21 @@ class MegatronEngine(OffloadingEngine):
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
         self.module.eval()
+        on_device = {name: torch.zeros(batch.tokens.shape, device=self.device) for name in outputs}
 
         def finish(rows: list[int], mb: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
             tensors = self._outputs(mb, inputs, result, outputs, {}).tensors
-            return result.new_zeros(()), torch.zeros((), dtype=torch.int), (rows, tensors)
+            index = torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=True)
+            for name, x in on_device.items():
+                x[index, : mb.tokens.shape[1]] = tensors[name].float()
+            return result.new_zeros(()), torch.zeros((), dtype=torch.int), None
 
         with cuda_calls_on_host(self.device):
-            pieces = self._run(batch, outputs, finish, train=False)
+            self._run(batch, outputs, finish, train=False)
+        results = {name: x.cpu() for name, x in on_device.items()}
         group = parallel_state.get_pipeline_model_parallel_group()
-        results = {name: torch.zeros(batch.tokens.shape, dtype=torch.float32) for name in outputs}
-        for name, result in results.items():
-            for rows, tensors in pieces:
-                values = tensors[name].float().cpu()
-                result[torch.tensor(rows, dtype=torch.long), : values.shape[1]] = values
-            if group.size() > 1:
+        if group.size() > 1:
+            for result in results.values():
                 dist.broadcast(result, group=group, group_src=group.size() - 1)
         return results
 
@@ -422,15 +425,16 @@ class MegatronEngine(OffloadingEngine):
         def finish(rows: list[int], mb: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
             top = topk_of_chunks(self._logit_chunks(result[0][inputs.logits_to_keep]), k, self.temperature)
             tokens = batch.trained_tokens_of_rows(rows)[mb.trained_token_index(inputs.output_indices)]
-            found = (tokens, *(x[: len(tokens)].cpu() for x in top))
-            return result.new_zeros(()), torch.zeros((), dtype=torch.int), found
+            wait = start_copy_to_host({name: x[: len(tokens)] for name, x in top._asdict().items()})
+            return result.new_zeros(()), torch.zeros((), dtype=torch.int), (tokens, wait)
 
         with cuda_calls_on_host(self.device):
             pieces = self._run(batch, (), finish, train=False)
         count = int(batch.mask.sum())
         top = TopkLogprobs(torch.zeros(count, k), torch.zeros(count, k, dtype=torch.int32))
-        for tokens, logprobs, ids in pieces:
-            top.logprobs[tokens], top.ids[tokens] = logprobs, ids
+        for tokens, wait in pieces:
+            copies = wait()
+            top.logprobs[tokens], top.ids[tokens] = copies["logprobs"], copies["ids"]
         group = parallel_state.get_pipeline_model_parallel_group()
         for x in top:
             dist.all_reduce(x, group=parallel_state.get_context_parallel_group())  # each token is on one rank

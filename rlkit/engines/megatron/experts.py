@@ -46,7 +46,7 @@ class GroupedExperts(nn.Module):
             tokens_per_expert: [experts] how many of them each expert has.
             probs: [n].
         """
-        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(hidden.device)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(hidden.device, non_blocking=True)
         gate, up = self._product(hidden, self.gate_up_proj, ends).chunk(2, -1)
         inner = (F.silu(gate) * up * probs[:, None]).to(hidden.dtype)
         return self._product(inner, self.down_proj, ends), None

@@ -333,8 +333,8 @@ def embed_with_media(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[st
     tokens, source = inputs["input_ids"], inputs["packed_seq_params"].source
     hidden = model.embedding(input_ids=tokens, position_ids=None)
     for pixels, grids, token in found:
-        patches = row[pixels].to(tokens.device, model.config.params_dtype)
-        features = model.visual(patches, grid_thw=row[grids].to(tokens.device)).pooler_output
+        patches = row[pixels].to(tokens.device, model.config.params_dtype, non_blocking=True)
+        features = model.visual(patches, grid_thw=row[grids].to(tokens.device, non_blocking=True)).pooler_output
         is_feature = torch.eq(row["input_ids"][0], getattr(config, token))
         hidden = _insert_features(hidden, features, is_feature, source, model.config)
     return hidden
@@ -357,5 +357,5 @@ def _insert_features(
     if config.sequence_parallel:
         group = parallel_state.get_tensor_model_parallel_group()
         is_feature, feature_index = (x.chunk(group.size())[group.rank()] for x in (is_feature, feature_index))
-    is_feature, feature_index = is_feature.to(hidden.device), feature_index.to(hidden.device)
+    is_feature, feature_index = (x.to(hidden.device, non_blocking=True) for x in (is_feature, feature_index))
     return torch.where(is_feature[:, None, None], features[feature_index][:, None].to(hidden.dtype), hidden)

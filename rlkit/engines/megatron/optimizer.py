@@ -19,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlkit.engines.checkpoint import TensorReader, parameters_with_moments
 from rlkit.engines.distributed import all_reduce
@@ -98,6 +99,20 @@ def make_distributed_optimizer(
             optimizer.state[shard] = {name: torch.zeros_like(shard) for name in MOMENTS}
             optimizer.state[shard]["step"] = torch.zeros((), device=shard.device if step_on_device else "cpu")
     return distributed, groups
+
+
+def clip_grad_norm(optimizer: DistributedOptimizer, max_norm: float) -> float:
+    """Scale gradients down to `max_norm`; returns the norm over all ranks before that.
+
+    Megatron's own method reads the norm of each tensor from the GPU if Transformer Engine is not installed.
+    """
+    grads = optimizer.get_main_grads_for_grad_norm()
+    norm = get_total_norm(grads) if grads else torch.zeros((), device=torch.cuda.current_device())
+    squared = norm.square()
+    dist.all_reduce(squared, group=optimizer.get_grad_stats_parallel_group())
+    norm = squared.sqrt()
+    clip_grads_with_norm_(optimizer.get_parameters(), max_norm, norm)
+    return norm.item()
 
 
 # --- values of one parameter
