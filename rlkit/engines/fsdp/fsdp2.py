@@ -454,7 +454,8 @@ class Fsdp2Engine(OffloadingEngine):
             if earlier:
                 store(*earlier)
             earlier = [tokens, wait]
-        store(*earlier)
+        if earlier:
+            store(*earlier)
         self._reshard()
         return results
 
