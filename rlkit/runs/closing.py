@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ FILES = {  # files of a run's directory, and what each contains
 }
 
 
-def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
+def closing_table(run: Run, exported: Collection[str] = ()) -> str:
     """The table as text.
 
     Args:
@@ -36,7 +36,8 @@ def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
     lines = [("run", f"{run.name}, {steps}, {took} since its last start")]
     lines += _before_and_after(evaluation)
     lines += _first_and_last(rows)
-    lines += [(str(run.out / name), text) for name, text in FILES.items() if (run.out / name).exists()]
+    files = {**FILES, **{f"{name}_adapter": FILES["adapter"] for name in exported}}
+    lines += [(str(run.out / name), text) for name, text in files.items() if (run.out / name).exists()]
     lines += [(str(run.out / name), _use_of(read_object(run.out / name / "config.json"))) for name in exported]
     width = max(len(name) for name, _ in lines)
     return "\n".join(["", "results:", *(f"  {name:<{width}}  {text}" for name, text in lines)])

@@ -1,6 +1,7 @@
 """What a run exports: the dtype that the model came with, adapters beside the merged model, classifiers."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def half(text_dir, tmp_path):  # noqa: F811
     return tmp_path / "half"
 
 
-def test_bfloat16_in_and_out_with_adapters(text_dir, tmp_path, monkeypatch):  # noqa: F811
+def test_bfloat16_in_and_out_with_adapters(text_dir, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Trained in float32, exported in bfloat16; the adapters keep what training found. A second engine has its own."""
     finish = runs.finish
     monkeypatch.setattr(runs, "finish", lambda *args, model: finish(*args, model=model, second=model))
@@ -38,6 +39,7 @@ def test_bfloat16_in_and_out_with_adapters(text_dir, tmp_path, monkeypatch):  # 
     run_here("sft", "--model", model, "--out", out, "--lora_rank", 4, "--lr", 1e-2, *SMALL)
     assert dtypes(out / "model") == {"torch.bfloat16"} and dtypes(out / "adapter") == {"torch.float32"}
     assert dtypes(out / "second") == {"torch.bfloat16"} and dtypes(out / "second_adapter") == {"torch.float32"}
+    assert len(re.findall(r"/(?:second_)?adapter +adapters alone, for peft and vLLM", capsys.readouterr().out)) == 2
     assert json.loads((out / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     adapted = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), out / "adapter"
