@@ -711,6 +711,27 @@ def test_frozen_parameters_do_not_change(alone):
         make_engine("megatron", model=model)
 
 
+def test_what_is_frozen_or_replaced_later_is_named(alone):
+    """It would be trained on with its moments, or not at all."""
+    model, batch = ranks.make_model("qwen3"), ranks.make_batch([0])
+    freeze(model, "embed_tokens")
+    engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    engine.train_batch(batch, POLICY[1])
+    first = next(p for p in engine.module.parameters() if not p.requires_grad)
+    last = [p for p in engine.module.parameters() if p.requires_grad][-1]
+    for parameter, before in ((first, False), (last, True)):
+        parameter.requires_grad_(not before)
+        with pytest.raises(
+            ValueError, match="model: expected the same trained parameters in all steps .* got 1 frozen"
+        ):
+            engine.train_batch(batch, POLICY[1])
+        parameter.requires_grad_(before)
+    engine.train_batch(batch, POLICY[1])
+    engine.optimizer = torch.optim.AdamW([last])
+    with pytest.raises(ValueError, match="optimizer: expected that of the built engine in the megatron engine, got an"):
+        engine.train_batch(batch, POLICY[1])
+
+
 def test_frozen_vision_tower_has_no_gradient_and_does_not_change(alone):
     model = ranks.make_model("vl")
     frozen = freeze(model, vision_tower_pattern(model))

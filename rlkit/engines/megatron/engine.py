@@ -271,6 +271,7 @@ class MegatronEngine(OffloadingEngine):
         """One optimizer step on this data-parallel rank's rows; see `Fsdp2Engine.train_batch`."""
         if self.distributed_optimizer is None or self.optimizer is None:
             raise ValueError("optimizer: expected one for train_batch, got None")
+        self._check_trained()
         counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
         batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
         self._start_loading_state()
@@ -298,6 +299,24 @@ class MegatronEngine(OffloadingEngine):
             self.scheduler.step()
         reduced = self._reduce_metrics(metrics)
         return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
+
+    def _check_trained(self) -> None:
+        """Refuse what a recipe may have changed since the engine was built, and what would not be used.
+
+        Raises:
+            ValueError: another optimizer, or parameters that were frozen or unfrozen. Megatron's buffers have the
+                gradients of those that were trained at first, and its optimizer their weights.
+        """
+        assert self.distributed_optimizer is not None
+        if self.optimizer is not self.distributed_optimizer.optimizer:
+            raise ValueError(
+                "optimizer: expected that of the built engine in the megatron engine, got another; use fsdp2"
+            )
+        if changed := [n for n, p in self.module.named_parameters() if p.requires_grad != (p in self.groups)]:
+            raise ValueError(
+                "model: expected the same trained parameters in all steps of the megatron engine, got "
+                f"{len(changed)} frozen or unfrozen later, such as {changed[0]}; use fsdp2"
+            )
 
     def _free_gradients(self) -> None:
         """Free the gradients' memory until the next step, unless they are to be kept."""
