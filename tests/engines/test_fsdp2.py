@@ -788,6 +788,17 @@ def test_the_optimizer_has_exactly_the_trained_parameters(tiny_dir, processor, b
         engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
 
 
+def test_another_optimizer_has_its_own_scheduler(tiny_dir, processor):
+    constant = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0)
+    engine = engine_for(tiny_dir, scheduler=constant)
+    engine.optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.25)
+    with pytest.raises(ValueError, match=r"scheduler: expected one of engine\.optimizer, got one of another optimizer"):
+        engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
+    for scheduler in (constant(engine.optimizer), None):
+        engine.scheduler = scheduler
+        assert engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))["lr"] == 0.25
+
+
 def test_separate_experts_on_several_ranks_need_a_newer_torch(monkeypatch):
     """On two ranks with this torch: `test_ranks.py`."""
     init_distributed("cpu")

@@ -189,10 +189,10 @@ class Fsdp2Engine(OffloadingEngine):
         self._prepare_model(gradient_checkpointing=enable_gradient_checkpointing, compiled=use_torch_compile)
         self.module = self._sharded(model)
         self.optimizer = optimizer([p for p in self.module.parameters() if p.requires_grad]) if optimizer else None
+        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self._trained: set[str] = set()  # names of parameters, see `_check_trained`
         if optimizer:
             self._check_trained()
-        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self._set_up_offloading(self._sharded_weights, self._optimizer_state, enabled=offload_between_phases)
 
     # --- training and scoring
@@ -331,11 +331,11 @@ class Fsdp2Engine(OffloadingEngine):
         return outputs_from_logits(logits, inputs.targets, outputs, functions, **options)
 
     def _check_trained(self) -> None:
-        """Check the parameters that require gradients; a recipe may have frozen or unfrozen some since the last step.
+        """Check optimizer and parameters, which a recipe may have replaced, frozen or unfrozen since the last step.
 
         Raises:
-            ValueError: one is in no group of the optimizer, so it would not be trained; or the optimizer has one of
-                another module, whose gradients are not summed over ranks.
+            ValueError: one is in no group of the optimizer, so it would not be trained; the optimizer has one of
+                another module, whose gradients are not summed over ranks; or the scheduler is of another optimizer.
         """
         assert self.optimizer is not None
         in_groups = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -349,6 +349,11 @@ class Fsdp2Engine(OffloadingEngine):
             raise ValueError(
                 f"optimizer: expected parameters of engine.module, got {len(others)} others, whose gradients are not "
                 "summed over ranks, and which are in no checkpoint; train them with an optimizer of their own"
+            )
+        if getattr(self.scheduler, "optimizer", self.optimizer) is not self.optimizer:
+            raise ValueError(
+                "scheduler: expected one of engine.optimizer, got one of another optimizer; set engine.scheduler, too, "
+                "for instance to None"
             )
         if self._trained != set(trained):
             check_uniform_dtypes(self.module)
