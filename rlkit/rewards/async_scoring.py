@@ -38,8 +38,7 @@ class RewardScorer:
         threads: prompts whose responses are scored at the same time. 0: `result` scores all responses in the thread
             that calls it; for a reward that uses signals or is not thread-safe.
         group: ranks that are given the same samples. The responses to each prompt are scored on one of them, and
-            `result`
-            is that of all on each: a reward may differ from call to call, and the ranks train on the same batch.
+            `result` is that of all on each: a reward may differ from call to call, but ranks train on the same batch.
 
     Attributes:
         reasons: why responses of the last `result` have no reward, and how many for each reason.

@@ -231,8 +231,7 @@ class GenerationOptions(RewardOptions):
     """URLs of the servers for vllm_server or sglang. `python -m rlkit.rollout.serve` starts vLLM servers."""
     max_new_tokens: NonNegativeInt = 4
     """Maximum number of tokens per response. The default is for the tiny model. 0, in recipes that train on given
-    responses
-    only: generate nothing, so held-out accuracy is not measured."""
+    responses only: generate nothing, so held-out accuracy is not measured."""
     gpu_memory_utilization: ChangeableOnResume[UnitInterval] = 0.0
     """Share of a GPU's memory that sampling may use. For vllm this covers weights and cache. 0: all memory the trainer
     leaves free (vllm), or 0.8 (hf)."""
@@ -266,8 +265,7 @@ class PolicyOptions(SamplingOptions):
     log_prompts: ChangeableOnResume[NonNegativeInt] = 2
     """Prompts per step whose responses are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     heldout_samples: ChangeableOnResume[NonNegativeInt] = 0
-    """Responses sampled to each held-out prompt, for their mean reward and pass@1, 2, 4, ... 0: only a greedy
-    response."""
+    """Responses to each held-out prompt, for their mean reward and pass@1, 2, 4, ... 0: only a greedy response."""
     max_failed_rewards: ChangeableOnResume[UnitInterval] = 0.2
     """Stop if the reward function failed, or returned None, on more than this share of the responses."""
     max_mismatch: ChangeableOnResume[NonNegativeFloat] = 0.3

@@ -20,8 +20,7 @@ class PackedLayout:
 
     A sequence is one segment. Where several responses share a prompt, the prompt is one segment and each response
     another, which attends to the prompt as its prefix. Index tensors are computed once, since every layer needs them.
-    (This is
-    not a dataclass: FSDP rebuilds dataclass arguments at every layer.)
+    (This is not a dataclass: FSDP rebuilds dataclass arguments at every layer.)
 
     Args:
         starts, lengths: of the queries of each segment in the row, in order and without gaps.

@@ -59,8 +59,7 @@ def shared_prompt_costs(batch: Batch, budget: int | None = None) -> tuple[list[i
 
 
 def _split(group: Sequence[int], prompt: int, lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """The rows of a group in few parts; the prompt and the responses of each part fit in the budget, or it is one
-    row."""
+    """The rows of a group in few parts; prompt and responses of a part fit in the budget, or it is one row."""
     responses = [lengths[row] - prompt for row in group]
     parts = token_budget_batches(responses, max(1, budget - prompt))
     return [[group[i] for i in part] for part in parts]
