@@ -257,8 +257,14 @@ class Batch:
         Raises:
             ValueError: `mask` has changed since the tensors were added.
         """
-        self.add_token_fields(**self.token_fields)  # checks their lengths
-        tokens = torch.arange(int(self.mask.sum())).split(self.mask.sum(1).tolist())
+        count = int(self.mask.sum())
+        for name, x in self.token_fields.items():
+            if len(x) != count:
+                raise ValueError(
+                    f"token_fields: expected {count} entries of {name}, one for each token of mask, got {len(x)}; "
+                    "change mask before add_token_fields"
+                )
+        tokens = torch.arange(count).split(self.mask.sum(1).tolist())
         return torch.cat([tokens[0][:0], *(tokens[row] for row in rows)]) if tokens else torch.arange(0)
 
     def trained_token_index(self, indices: Tensor) -> Tensor:
