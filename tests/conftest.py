@@ -23,8 +23,9 @@ torch.set_num_threads(1)
 
 # files that take more than half a minute, the longest first
 LONGEST = """
-ulysses grpo_tools ranks grpo_async two_ranks grpo_vlm megatron vllm fused_kernels vllm_server ppo own_images plan
-stories misbehaving_rewards sandbox maths records kto smollm2 evaluate
+ulysses grpo_tools ranks grpo_async two_ranks grpo_vlm megatron vllm plan fused_kernels vllm_server smollm2
+every_family sharded_loading simulated_gpu own_images ppo isolated_cases stories misbehaving_rewards sandbox maths
+records kto evaluate
 """.split()
 
 
