@@ -70,11 +70,12 @@ def load_training_state(
 def _state_to_load(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any, device: torch.device
 ) -> dict[str, Any]:
-    if optimizer is None:  # all weights may have changed: those of a reference that follows the policy
-        model, optim = get_state_dict(module, [])
+    optimizers = [] if optimizer is None else [optimizer]
+    if not optimizers and not any(p.requires_grad for p in module.parameters()):
+        model, optim = get_state_dict(module, [])  # of a reference, whose weights may follow those of the policy
     else:
-        with _trainable(optimizer):
-            model, optim = get_state_dict(module, [optimizer], options=StateDictOptions(ignore_frozen_params=True))
+        with _trainable(optimizers):
+            model, optim = get_state_dict(module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     model.pop(name, None)  # a frozen output layer that is tied to the embedding
@@ -83,9 +84,10 @@ def _state_to_load(
 
 
 @contextmanager
-def _trainable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context in which all parameters of an optimizer are trainable, also those that were frozen during a run."""
-    frozen = [x for group in optimizer.param_groups for x in group["params"] if not x.requires_grad]
+def _trainable(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """A context in which all parameters of optimizers are trainable, also those that were frozen during a run."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    frozen = [x for group in groups for x in group["params"] if not x.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
